@@ -1,0 +1,160 @@
+"""The configuration tree of an application: what stands under ``args:`` in a Serve YAML file.
+
+Every model is frozen and forbids unknown keys, because Ray's own loader silently ignores them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class StrictModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineConfig(StrictModel):
+    """How one replica runs its model. Names follow vLLM's engine arguments where both have the thing."""
+
+    backend: Literal["torch"] = "torch"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    #: ``auto`` is the checkpoint's dtype on a GPU, and on a CPU bfloat16 for checkpoints stored so, else float32.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=1)] = 1
+    #: Requests in one forward, and KV slots. 1 is the single session.
+    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 8
+    #: Tokens (prompt and new) of one request; None is the checkpoint's max_position_embeddings.
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    #: Upper bound of tokens computed in one step; prompts are prefilled in chunks of at most this.
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
+    #: Bytes for KV slots; None takes at most ``kv_memory_fraction`` of the memory free after loading.
+    kv_cache_memory_bytes: Annotated[int, Field(ge=1)] | None = None
+    kv_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.6
+    #: torch's intra-op threads on a CPU; None is the replica's ``num_cpus``.
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    #: A step that takes longer while there is work makes the replica unhealthy.
+    step_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+
+
+class DiffusionDefaults(StrictModel):
+    """Decoding defaults of a block-diffusion model; each can be set per request in the body.
+
+    ``editing_threshold`` None is the LLaDA2.0 rule, a number the LLaDA2.1 rule (token editing).
+    """
+
+    steps: Annotated[int, Field(ge=1)] | None = None
+    threshold: Annotated[float, Field(ge=0, le=1)] = 0.95
+    editing_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    max_post_steps: Annotated[int, Field(ge=0, le=1024)] = 16
+    eos_early_stop: bool = True
+
+
+class SamplingDefaults(StrictModel):
+    """Used where a request gives no value. OpenAI's defaults are temperature 1 and top_p 1."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+
+
+class AutoscalingConfig(StrictModel):
+    """Bounds and pace of ``QueueDepthPolicy``, which scales on logical requests, not on Serve's RPCs.
+
+    ``target_requests_per_replica``: waiting + running requests that one replica should hold; None is
+    ``max_num_seqs``. Delays are in seconds.
+    """
+
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    max_replicas: Annotated[int, Field(ge=1)] = 1
+    initial_replicas: Annotated[int, Field(ge=0)] | None = None
+    target_requests_per_replica: Annotated[float, Field(gt=0)] | None = None
+    upscale_delay_s: Annotated[float, Field(ge=0)] = 2.0
+    downscale_delay_s: Annotated[float, Field(ge=0)] = 60.0
+    look_back_period_s: Annotated[float, Field(gt=0)] = 2.0
+
+    @model_validator(mode="after")
+    def _bounds(self) -> AutoscalingConfig:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"`min_replicas` ({self.min_replicas}) must not exceed `max_replicas` ({self.max_replicas})"
+            )
+        initial = self.initial_replicas
+        if initial is not None and not self.min_replicas <= initial <= self.max_replicas:
+            raise ValueError(
+                f"`initial_replicas` must be {self.min_replicas} to {self.max_replicas}, got {initial}"
+            )
+        return self
+
+
+class ReplicaResources(StrictModel):
+    """Ray resources of one replica actor."""
+
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    health_check_period_s: Annotated[float, Field(gt=0)] = 2.0
+    health_check_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    graceful_shutdown_timeout_s: Annotated[float, Field(ge=0)] = 60.0
+
+
+class ModelConfig(StrictModel):
+    """One model of the application.
+
+    ``name`` is what clients put into ``model``; ``path`` is a checkpoint directory, a hub id
+    (``org/name``) or ``demo://NAME`` for a model that the project brings along.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:\-]*$")]
+    path: Annotated[str, Field(min_length=1)]
+    engine: EngineConfig = EngineConfig()
+    #: Only for a checkpoint whose block length is neither 32 nor in its config.
+    block_length: Annotated[int, Field(ge=1, le=1024)] | None = None
+    diffusion: DiffusionDefaults = DiffusionDefaults()
+    sampling: SamplingDefaults = SamplingDefaults()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
+    resources: ReplicaResources = ReplicaResources()
+
+
+class BatchingConfig(StrictModel):
+    """``@serve.batch`` at the ingress: a batch goes off when it is full or the wait is over."""
+
+    max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    batch_wait_timeout_s: Annotated[float, Field(ge=0, le=10)] = 0.005
+    #: Items that a request's mailbox holds before its reader counts as too slow.
+    mailbox_size: Annotated[int, Field(ge=1)] = 1024
+    #: Dispatches of a request that has emitted nothing, the first one included.
+    max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
+
+
+class AdmissionConfig(StrictModel):
+    """Limits of one ingress replica, in logical requests."""
+
+    #: Live requests (queued and running) of one model; above it clients get 429.
+    max_live_requests: Annotated[int, Field(ge=1)] = 256
+    #: Prompt and allowed new tokens of all live requests of one model; None is no limit.
+    max_live_tokens: Annotated[int, Field(ge=1)] | None = None
+    retry_after_s: Annotated[float, Field(gt=0)] = 1.0
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 16 * 1024 * 1024
+
+
+class IngressConfig(StrictModel):
+    num_replicas: Annotated[int, Field(ge=1)] = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 0.5
+
+
+class BlockserveConfig(StrictModel):
+    """The whole application."""
+
+    models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)]
+    ingress: IngressConfig = IngressConfig()
+    batching: BatchingConfig = BatchingConfig()
+    admission: AdmissionConfig = AdmissionConfig()
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> BlockserveConfig:
+        names = [model.name for model in self.models]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"`models`: the name {name!r} is used more than once")
+        return self

@@ -1,0 +1,1 @@
+"""The Serve application: ingress, batching, admission and autoscaling."""

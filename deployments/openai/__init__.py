@@ -1,0 +1,1 @@
+"""The OpenAI wire format: models, server-sent events, chat templates, detokenizing."""

@@ -1,0 +1,1 @@
+"""Load tests; they speak HTTP only."""

@@ -1,0 +1,1 @@
+"""Per-request virtual-batch attention."""

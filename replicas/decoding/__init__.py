@@ -1,0 +1,1 @@
+"""Sampling and unmasking rules, as pure functions on logits."""

@@ -1,0 +1,1 @@
+"""The torch engine: KV slots, scheduler, step loop."""

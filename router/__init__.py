@@ -1,0 +1,1 @@
+"""Placement of batches on replicas."""
