@@ -1,0 +1,46 @@
+# Two commands do everything: `make serve` and `make test`; both create the environment first.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/local.yaml
+PORT ?=
+BIN := $(VENV)/bin
+
+.PHONY: help env serve test test-all lint loadtest clean
+
+help:
+	@echo "make serve [CONFIG=configs/local.yaml] [PORT=8000]   serve in the foreground; Ctrl-C drains"
+	@echo "make test                                            run the tests"
+	@echo "make lint                                            ruff, mypy, import-linter"
+	@echo "make loadtest [HOST=http://127.0.0.1:8000]           Locust against a running server"
+	@echo "make env                                             create $(VENV) alone"
+
+env: $(VENV)/.installed
+
+# The stamp makes the environment again when the project's requirements change, and only then.
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+serve: env
+	exec $(BIN)/blockserve serve $(CONFIG) $(if $(PORT),--port $(PORT))
+
+test: env
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: env
+	$(BIN)/python -m pytest
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+HOST ?= http://127.0.0.1:8000
+loadtest: env
+	$(BIN)/locust -f loadtest/locustfile.py --host $(HOST) --headless -u 8 -r 4 -t 30s
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
