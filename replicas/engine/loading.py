@@ -1,0 +1,105 @@
+"""From a configuration to a model engine: facts, dtype, threads, weights, memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+
+from configs.schema import EngineConfig, ModelConfig
+from replicas.attention.kv_cache import KVCache
+from replicas.engine.llada_engine import LLaDAEngine
+from replicas.engine.memory import check_kv_memory
+from replicas.engine.qwen_engine import QwenEngine
+from replicas.engine.slot_engine import SlotEngine
+from replicas.errors import ModelLoadError
+from replicas.model_info import ModelInfo, load_model_info
+from replicas.models.registry import load_model
+
+logger = logging.getLogger(__name__)
+
+
+def load_engine(config: ModelConfig, path: str | Path, *, progress: bool = True) -> SlotEngine:
+    """Loads ``path`` as ``config`` says. Raises ``ModelLoadError`` for whatever cannot be served."""
+    engine_config = config.engine
+    info = load_model_info(path, max_model_len=engine_config.max_model_len, block_length=config.block_length)
+    device = resolve_device(engine_config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(engine_config.num_threads or max(1, int(config.resources.num_cpus)))
+    dtype = resolve_dtype(engine_config.dtype, info, device)
+    model = load_model(info, dtype=dtype, device=device, progress=progress)
+    needed = check_kv_memory(
+        bytes_per_slot=KVCache.bytes_per_slot(model, info.max_model_len),
+        max_num_seqs=engine_config.max_num_seqs,
+        max_model_len=info.max_model_len,
+        device=device,
+        kv_cache_memory_bytes=engine_config.kv_cache_memory_bytes,
+        kv_memory_fraction=engine_config.kv_memory_fraction,
+    )
+    logger.info(
+        "%s: %s on %s in %s, %d slots of %d tokens (%.1f MiB of KV)",
+        config.name,
+        info.architecture,
+        device,
+        dtype,
+        engine_config.max_num_seqs,
+        info.max_model_len,
+        needed / 2**20,
+    )
+    return build_engine(model, info, engine_config)
+
+
+def build_engine(model: object, info: ModelInfo, config: EngineConfig) -> SlotEngine:
+    """The engine of the model's family."""
+    family = LLaDAEngine if info.is_diffusion else QwenEngine
+    return family(
+        model,
+        info,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is a GPU where there is one. Raises ``ModelLoadError`` when CUDA is asked for in vain."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError("`device` is `cuda`, but torch sees no CUDA device here")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, info: ModelInfo, device: torch.device) -> torch.dtype:
+    """``auto``: the checkpoint's dtype on a GPU; on a CPU bfloat16 when stored so, else float32 (float16
+    arithmetic is slow or missing there)."""
+    if name != "auto":
+        return getattr(torch, name)
+    stored = stored_dtype(info)
+    if device.type == "cpu" and stored is not torch.bfloat16:
+        return torch.float32
+    return stored
+
+
+def stored_dtype(info: ModelInfo) -> torch.dtype:
+    """The floating dtype that most of the checkpoint's tensors have (its files' headers, not its config: the
+    two may differ); float32 when it cannot be told."""
+    sizes: dict[str, int] = {}
+    for file in sorted(Path(info.path).glob("*.safetensors")):
+        for entry in _safetensors_header(file).values():
+            if "data_offsets" in entry:
+                begin, end = entry["data_offsets"]
+                sizes[entry["dtype"]] = sizes.get(entry["dtype"], 0) + end - begin
+    known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    floats = [name for name in sizes if name in known]
+    return known[max(floats, key=lambda name: sizes[name])] if floats else torch.float32
+
+
+def _safetensors_header(path: Path) -> dict:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return json.loads(file.read(length))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: cannot be read as safetensors: {error}") from error

@@ -1,0 +1,64 @@
+"""KV slots: which live request owns which slot. One slot holds the whole context of one request."""
+
+from __future__ import annotations
+
+from replicas.errors import SlotError, SlotsExhaustedError
+
+
+class SlotAllocator:
+    """Hands out slots 0 to n - 1, lowest free number first. Not thread-safe: the step loop owns it."""
+
+    def __init__(self, num_slots: int | None = None) -> None:
+        self._free: list[int] = []
+        self._owner: dict[str, int] = {}
+        self._num_slots = 0
+        if num_slots is not None:
+            self.allocate_batch_slots(num_slots)
+
+    @property
+    def num_slots(self) -> int:
+        return self._num_slots
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate_batch_slots(self, n: int) -> None:
+        """Sets the number of slots, once. Raises ``SlotError`` for n < 1 and for a later change of it."""
+        if n < 1:
+            raise SlotError(f"the number of slots must be at least 1, got {n}", param="n")
+        if self._num_slots and n != self._num_slots:
+            raise SlotError(
+                f"the width is fixed at construction: {self._num_slots} slots exist, {n} were asked for",
+                param="n",
+            )
+        if not self._num_slots:
+            self._num_slots = n
+            # Descending, so that pop() takes the lowest.
+            self._free = list(range(n - 1, -1, -1))
+
+    def allocate_slot(self, request_id: str) -> int:
+        """The slot of a new request. Raises ``SlotError`` when it has one, ``SlotsExhaustedError`` when none
+        is free."""
+        if request_id in self._owner:
+            raise SlotError(f"request {request_id!r} already has slot {self._owner[request_id]}")
+        if not self._free:
+            raise SlotsExhaustedError(f"no free slot: all {self._num_slots} are in use")
+        slot = self._free.pop()
+        self._owner[request_id] = slot
+        return slot
+
+    def free_slot(self, request_id: str) -> int:
+        """Returns the slot that became free. Raises ``SlotError`` when the request has none."""
+        slot = self.slot_of(request_id)
+        del self._owner[request_id]
+        self._free.append(slot)
+        self._free.sort(reverse=True)
+        return slot
+
+    def slot_of(self, request_id: str) -> int:
+        """Raises ``SlotError`` when the request has no slot."""
+        try:
+            return self._owner[request_id]
+        except KeyError:
+            raise SlotError(f"request {request_id!r} has no slot") from None
