@@ -120,10 +120,12 @@ class BatchingConfig(StrictModel):
 
     max_batch_size: Annotated[int, Field(ge=1, le=1024)] = 16
     batch_wait_timeout_s: Annotated[float, Field(ge=0, le=10)] = 0.005
-    #: Items that a request's mailbox holds before its reader counts as too slow.
+    #: Tokens that a request's mailbox holds before its reader counts as too slow.
     mailbox_size: Annotated[int, Field(ge=1)] = 1024
     #: Dispatches of a request that has emitted nothing, the first one included.
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
+    #: Seconds that a batch waits for a replica to take it (none is up yet, or one starts from zero).
+    replica_wait_timeout_s: Annotated[float, Field(gt=0)] = 120.0
 
 
 class AdmissionConfig(StrictModel):

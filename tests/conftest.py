@@ -1,0 +1,59 @@
+"""What several test folders share: a local Ray cluster, and the fake engine on the import path."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+for path in (str(ROOT), str(ROOT / "tests")):
+    if path not in sys.path:
+        sys.path.insert(0, path)
+
+#: Serve pushes queue depths every 10 s by default.
+CLUSTER_ENV = {
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def serve_url() -> Iterator[str]:
+    """A Ray cluster of this test session with Serve's proxy on a free port; its base URL.
+
+    The CPUs are logical: replicas of the fake engine mostly sleep.
+    """
+    import ray
+    from ray import serve
+
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="bs-ray-", ignore_cleanup_errors=True) as temp_dir:
+        ray.init(
+            address="local",
+            num_cpus=16,
+            include_dashboard=False,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=temp_dir,
+            object_store_memory=200 * 1024 * 1024,
+            runtime_env={"env_vars": CLUSTER_ENV},
+        )
+        try:
+            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
