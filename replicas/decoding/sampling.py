@@ -21,8 +21,8 @@ _MIN_TEMPERATURE = 1e-5
 class SamplingRows:
     """Parameters of R rows of logits, one entry per row.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off. ``seed``, ``position`` and ``step`` key the
-    row's draw. ``banned`` holds (row, token id) pairs that must not be chosen.
+    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off. ``seed``, ``position`` and ``step`` key
+    the row's draw. ``banned`` holds (row, token id) pairs that must not be chosen.
     """
 
     temperature: list[float] = field(default_factory=list)
@@ -101,9 +101,7 @@ def select_tokens(
     return tokens, confidence
 
 
-def greedy(
-    logits: torch.Tensor, *, mask_token_id: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def greedy(logits: torch.Tensor, *, mask_token_id: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The best token of each row and its softmax probability: (int64 [R], float32 [R]) of float [R, V]."""
     normaliser = torch.logsumexp(logits, dim=-1)
     if mask_token_id is not None:
@@ -157,9 +155,7 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
 
 
-def counter_uniforms(
-    seed: Sequence[int], position: Sequence[int], step: Sequence[int]
-) -> np.ndarray:
+def counter_uniforms(seed: Sequence[int], position: Sequence[int], step: Sequence[int]) -> np.ndarray:
     """One uniform in [0, 1) per (seed, position, step): float64 [R].
 
     Stateless: three rounds of the splitmix64 finaliser (Steele, Lea, Flood 2014), one per key part, so that

@@ -46,8 +46,8 @@ _JOIN_TIMEOUT_S = 30.0
 class EngineCore:
     """Implements ``replicas.protocol.Engine`` on torch.
 
-    ``submit`` and ``abort`` only leave a note for the next step; everything else about requests is done by the
-    thread that steps, so the scheduler and the model engine need no locks. An idle engine waits on a
+    ``submit`` and ``abort`` only leave a note for the next step; everything else about requests is done by
+    the thread that steps, so the scheduler and the model engine need no locks. An idle engine waits on a
     condition variable.
     """
 
@@ -82,8 +82,8 @@ class EngineCore:
     def from_config(cls, config: ModelConfig, path: str | Path) -> EngineCore:
         """Loads the checkpoint directory ``path``; the step thread starts with ``start`` or ``steps``.
 
-        Raises ``ModelLoadError`` for a checkpoint that cannot be served, and, with all numbers named, when the
-        KV slots do not fit into memory.
+        Raises ``ModelLoadError`` for a checkpoint that cannot be served, and, with all numbers named, when
+        the KV slots do not fit into memory.
         """
         return cls(load_engine(config, path), step_timeout_s=config.engine.step_timeout_s)
 
@@ -103,7 +103,7 @@ class EngineCore:
     ) -> EngineCore:
         """An engine around a loaded model (tests, verification).
 
-        ``ban_mask_token``, ``reference_stopping`` and ``trace`` matter for block diffusion only: ``LLaDAEngine``.
+        ``ban_mask_token``, ``reference_stopping``, ``trace``: block diffusion only, see ``LLaDAEngine``.
         """
         engine: SlotEngine
         if info.is_diffusion:

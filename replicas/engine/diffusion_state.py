@@ -9,7 +9,7 @@ from replicas.engine.request_state import RequestState, RowInput
 from replicas.model_info import ModelInfo
 from replicas.protocol import DiffusionParams, FinishReason, GenerationRequest, RequestOutput, TokenLogprob
 
-#: (request_id, block index, [(absolute position, token id)...]): called once per denoising forward of a request.
+#: (request_id, block index, [(absolute position, token id)...]): called once per denoising forward.
 Trace = Callable[[str, int, list[tuple[int, int]]], None]
 
 

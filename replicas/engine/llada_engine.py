@@ -17,8 +17,8 @@ class LLaDAEngine(SlotEngine):
     """``SlotEngine`` with one denoising pass per request and step.
 
     Args:
-        ban_mask_token: never choose the mask token (see ``decoding.sampling.select_tokens``). The original code
-            does not ban it; False follows it, for verification.
+        ban_mask_token: never choose the mask token (see ``decoding.sampling.select_tokens``). The original
+            code does not ban it; False follows it, for verification.
         reference_stopping: stop exactly where the original `generate` stops, so that forward counts are equal
             too. By default a request ends as soon as its tokens are known, which saves forwards.
         trace: called with every pass's changes.

@@ -18,8 +18,8 @@ class ModelRunner:
     """Owns the KV memory and counts what it runs.
 
     A slot is one page of the KV cache: row ``i`` of the block table holds a slot number, and position p of
-    slot s is written at ``s * max_model_len + p``. ``block_length`` None means causal attention; a number means
-    that every block of a request's query range becomes a virtual request of its own.
+    slot s is written at ``s * max_model_len + p``. ``block_length`` None means causal attention; a number
+    means that every block of a request's query range becomes a virtual request of its own.
     """
 
     def __init__(self, model: Any, num_slots: int, max_model_len: int, block_length: int | None) -> None:

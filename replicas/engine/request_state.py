@@ -1,6 +1,6 @@
 """What an engine keeps of one live request, and how a forward's result moves it on.
 
-No tensors: a state says which tokens it wants computed (``prepare``) and takes what was predicted (``apply``).
+No tensors: a state says which tokens it wants computed (``prepare``) and takes what was chosen (``apply``).
 Both families share one engine; they differ in the subclass used here.
 """
 
@@ -18,9 +18,9 @@ from replicas.protocol import FinishReason, GenerationRequest, RequestOutput, To
 class RowInput:
     """One request's part of a forward.
 
-    ``token_ids`` are computed at positions ``start``, ``start + 1``, ...; the logits at the offsets ``decide`` are
-    wanted, and what is chosen there is keyed by (seed, ``positions[i]``, ``step``). ``banned[i]`` are token
-    ids that must not be chosen there.
+    ``token_ids`` are computed at positions ``start``, ``start + 1``, ...; the logits at offsets ``decide`` are
+    wanted, and what is chosen there is keyed by (seed, ``positions[i]``, ``step``). ``banned[i]`` are
+    token ids that must not be chosen there.
     """
 
     start: int

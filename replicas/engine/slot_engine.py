@@ -55,7 +55,8 @@ class SlotEngine(ABC):
             limit = limit // info.block_length * info.block_length
         if not 1 <= limit <= info.max_model_len:
             raise ModelLoadError(
-                f"`max_model_len` must be {info.block_length or 1} to {info.max_model_len}, got {max_model_len}"
+                f"`max_model_len` must be {info.block_length or 1} to {info.max_model_len}, "
+                f"got {max_model_len}"
             )
         if max_num_batched_tokens < (info.block_length or 1):
             raise ModelLoadError(
@@ -252,9 +253,7 @@ def failed_output(state: RequestState, error: BaseException) -> RequestOutput:
     return output
 
 
-def _logprob_entries(
-    logits: torch.Tensor, tokens: torch.Tensor, counts: list[int]
-) -> list[TokenLogprob]:
+def _logprob_entries(logits: torch.Tensor, tokens: torch.Tensor, counts: list[int]) -> list[TokenLogprob]:
     chosen, ids, values = token_logprobs(logits, tokens, max(counts))
     return [
         TokenLogprob(token, logprob, tuple(zip(top_ids[:count], top_values[:count], strict=True)))

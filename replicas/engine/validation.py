@@ -39,7 +39,8 @@ def validate_request(request: GenerationRequest, info: ModelInfo, capabilities: 
 def _check_tokens(request: GenerationRequest, info: ModelInfo) -> None:
     if not request.prompt_token_ids:
         raise InvalidRequestError("`prompt` must hold at least one token, got none", param="prompt")
-    for name, tokens in (("prompt", request.prompt_token_ids), ("resume_token_ids", request.resume_token_ids)):
+    given = (("prompt", request.prompt_token_ids), ("resume_token_ids", request.resume_token_ids))
+    for name, tokens in given:
         if not tokens:
             continue
         for worst in (min(tokens), max(tokens)):
