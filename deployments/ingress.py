@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.metadata
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, TypeVar
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from configs.schema import BlockserveConfig
-from deployments.openai.contracts import Dispatcher, ModelEntry
+from deployments.admission import AdmissionController
+from deployments.openai import page
+from deployments.openai.body import read_body
+from deployments.openai.contracts import Dispatcher, ModelEntry, ModelState
+from deployments.openai.errors import envelope, install_error_handlers
+from deployments.openai.generation import ChoiceDelta, Generation
+from deployments.openai.metrics import IngressMetrics, RequestRecord
+from deployments.openai.middleware import RequestContextMiddleware
+from deployments.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationBody,
+    StreamOptions,
+)
+from deployments.openai.responses import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+    model_object,
+)
+from deployments.openai.sse import ClientGoneError, EventStreamResponse, event_stream, unless_disconnected
+from deployments.openai.translate import TranslatedRequest, translate_chat, translate_completion
+from replicas.errors import ModelNotFoundError
+
+Body = TypeVar("Body", bound=GenerationBody)
 
 
 def create_app(
@@ -27,4 +57,144 @@ def create_app(
             def __serve_build_asgi_app__(self):        # called after the constructor
                 return create_app(self.config, self.models, self.dispatcher)
     """
-    raise NotImplementedError
+    app = FastAPI(
+        title="Blockserve", version=_version(), redirect_slashes=False, docs_url=None, redoc_url=None
+    )
+    app.add_middleware(RequestContextMiddleware)
+    install_error_handlers(app)
+    app.state.admission = admission = AdmissionController(config.admission)
+    app.state.metrics = metrics = IngressMetrics()
+
+    async def respond(
+        request: Request,
+        body_model: type[Body],
+        translate: Callable[..., Awaitable[TranslatedRequest]],
+        builder_class: type[ResponseBuilder],
+    ) -> Response:
+        arrival, deadline = time.monotonic(), time.time() + config.admission.request_timeout_s
+        body = await read_body(request, body_model, config.admission.max_body_bytes)
+        entry = _find(models, body.model)
+        translated = await translate(body, entry, deadline=deadline)
+        async with AsyncExitStack() as stack:
+            stack.enter_context(
+                admission.admit(entry.name, len(translated.requests), translated.num_live_tokens)
+            )
+            record = stack.enter_context(
+                RequestRecord(
+                    metrics,
+                    request.state.request_id,
+                    entry.name,
+                    translated.num_prompt_tokens,
+                    arrival=arrival,
+                    stream=body.stream,
+                )
+            )
+            generation = Generation(translated, entry, dispatcher)
+            record.choices = generation.choices
+            builder = builder_class(entry, translated, generation.choices)
+            deltas = await stack.enter_async_context(aclosing(_recorded(generation, record)))
+            try:
+                if not body.stream:
+                    return JSONResponse(await unless_disconnected(request, _collect(builder, deltas)))
+                # The status line waits for the first output: a failure before it is an HTTP status.
+                first = await unless_disconnected(request, anext(deltas))
+            except ClientGoneError as error:
+                record.on_error(error)
+                return Response(status_code=499)
+            options = body.stream_options or StreamOptions()
+            events = event_stream(builder, first, deltas, options, record.on_error)
+            return EventStreamResponse(events, stack.pop_all().aclose)
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
+    async def create_chat_completion(request: Request) -> Response:
+        return await respond(request, ChatCompletionRequest, translate_chat, ChatResponseBuilder)
+
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def create_completion(request: Request) -> Response:
+        return await respond(request, CompletionRequest, translate_completion, CompletionResponseBuilder)
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_object(entry) for entry in models.values()]}
+
+    @app.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> dict[str, Any]:
+        return model_object(_find(models, model_id))
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        states = await dispatcher.model_states()
+        listed, missing = [], []
+        for model in config.models:
+            state = states.get(model.name, ModelState(False, "unknown to the dispatcher"))
+            listed.append(
+                {
+                    "id": model.name,
+                    "ready": state.ready,
+                    "reason": state.reason,
+                    "replicas": len(state.replicas),
+                }
+            )
+            # A model that may scale to zero is served on demand: it keeps nobody waiting here.
+            if not state.ready and model.autoscaling.min_replicas > 0:
+                missing.append(model.name)
+        if not missing:
+            return JSONResponse({"status": "ready", "models": listed})
+        content = envelope(503, f"Not ready: {', '.join(missing)}", code="model_not_ready")
+        return JSONResponse(
+            {"status": "not ready", "models": listed, **content}, 503, headers={"retry-after": "1"}
+        )
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        return Response(
+            metrics.render(await dispatcher.model_states()), headers={"content-type": CONTENT_TYPE_LATEST}
+        )
+
+    @app.get("/version")
+    async def get_version() -> dict[str, str]:
+        return {"version": _version()}
+
+    @app.get("/", include_in_schema=False)
+    async def chat_page() -> Response:
+        return HTMLResponse(page.HTML, headers=page.HEADERS)
+
+    return app
+
+
+async def _collect(builder: ResponseBuilder, deltas: AsyncGenerator[ChoiceDelta, None]) -> dict[str, Any]:
+    async for delta in deltas:
+        builder.add(delta)
+    return builder.response()
+
+
+async def _recorded(generation: Generation, record: RequestRecord) -> AsyncGenerator[ChoiceDelta, None]:
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            record.on_tokens(delta.index, delta.num_tokens)
+            yield delta
+
+
+def _find(models: Mapping[str, ModelEntry], name: str) -> ModelEntry:
+    entry = models.get(name)
+    if entry is None:
+        raise ModelNotFoundError(f"The model {name[:128]!r} does not exist", param="model")
+    return entry
+
+
+def _body_schema(model: type[GenerationBody]) -> dict[str, Any]:
+    """The body's schema for /openapi.json; routes read bodies themselves, for errors in the envelope."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("blockserve")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"

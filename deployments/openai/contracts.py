@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from configs.schema import ModelConfig
+from deployments.openai.chat_template import PromptEncoder
+from deployments.openai.detokenize import TokenTable
 from replicas.errors import ModelLoadError
 from replicas.model_info import ModelInfo, load_model_info
 from replicas.protocol import EngineCapabilities, EngineStats, GenerationRequest, RequestOutput
@@ -33,6 +36,18 @@ class ModelEntry:
     @property
     def name(self) -> str:
         return self.config.name
+
+    @cached_property
+    def encoder(self) -> PromptEncoder:
+        return PromptEncoder(self.tokenizer)
+
+    @cached_property
+    def token_table(self) -> TokenTable:
+        return TokenTable(self.tokenizer)
+
+    def warm_up(self) -> None:
+        """Builds what the first request would otherwise wait for (a second for a large vocabulary)."""
+        _ = self.encoder, self.token_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +93,9 @@ def load_model_entry(
             max_model_len=info.max_model_len,
             block_length=info.block_length,
         )
-    return ModelEntry(config, info, load_tokenizer(path), capabilities)
+    entry = ModelEntry(config, info, load_tokenizer(path), capabilities)
+    entry.warm_up()
+    return entry
 
 
 def load_tokenizer(path: str | Path) -> Any:

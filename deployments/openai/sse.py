@@ -1,0 +1,134 @@
+"""Server-sent events: framing, the order of chunks, and a response that always cleans up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deployments.openai.errors import error_body
+from deployments.openai.generation import ChoiceDelta
+from deployments.openai.protocol import StreamOptions
+from deployments.openai.responses import ResponseBuilder
+from replicas.errors import BlockserveError
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+
+
+def frame(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def event_stream(
+    builder: ResponseBuilder,
+    first: ChoiceDelta,
+    rest: AsyncGenerator[ChoiceDelta, None],
+    options: StreamOptions,
+    on_error: Callable[[BaseException], None],
+) -> AsyncGenerator[bytes, None]:
+    """The events of one response: roles, deltas, finish reasons, optional usage, ``[DONE]``.
+
+    ``first`` was taken from ``rest`` before the headers went out. A later failure is an ``error`` event that
+    ends the stream, without ``[DONE]``. Chunks of one delta go out together.
+    """
+
+    def encode(chunk: dict[str, Any]) -> bytes:
+        if options.continuous_usage_stats:
+            chunk["usage"] = builder.usage()
+        return frame(chunk)
+
+    async with aclosing(rest):
+        try:
+            head = [encode(chunk) for chunk in builder.first_chunks()]
+            yield b"".join(head + [encode(chunk) for chunk in builder.chunks(first)])
+            async for delta in rest:
+                if events := [encode(chunk) for chunk in builder.chunks(delta)]:
+                    yield b"".join(events)
+            tail = frame(builder.usage_chunk()) if options.include_usage else b""
+            yield tail + DONE
+        except BlockserveError as error:
+            on_error(error)
+            yield frame(error_body(error))
+        except Exception as error:
+            on_error(error)
+            logger.exception("a stream failed")
+            yield frame(error_body(BlockserveError(str(error))))
+
+
+class EventStreamResponse(Response):
+    """Sends an event stream. Whatever happens (the client leaves, sending fails, this task is cancelled), the
+    stream is closed and ``on_close`` is awaited, exactly once, before the response returns.
+
+    Starlette's own StreamingResponse leaves an abandoned generator to the garbage collector.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], on_close: Callable[[], Awaitable[object]]
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.ensure_future(self._send(send))
+        watcher = asyncio.ensure_future(wait_for_disconnect(receive))
+        try:
+            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            try:
+                await _cancel(sender, watcher)
+            finally:
+                await self._on_close()
+
+    async def _send(self, send: Send) -> None:
+        try:
+            async with aclosing(self._events) as events:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:
+            pass  # the client is gone
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer was there."""
+
+
+async def unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
+    """The result of ``work``, which is cancelled (and awaited) when the client leaves first: then raises
+    ``ClientGoneError``. The body must have been read."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        await _cancel(task, watcher)
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Exception) and not isinstance(result, BlockserveError):
+            logger.error("while a response was sent: %r", result)

@@ -1,0 +1,257 @@
+"""From a validated body to the requests that engines run, all limits checked.
+
+What a model cannot honour is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from deployments.openai.contracts import ModelEntry
+from deployments.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
+from replicas.errors import ContextLengthExceededError, InvalidRequestError, UnsupportedParameterError
+from replicas.protocol import DiffusionParams, GenerationRequest, SamplingParams
+
+T = TypeVar("T")
+
+#: Prompts above this many characters are tokenized in a thread, so that they do not hold up other requests.
+_INLINE_CHARACTERS = 4096
+_SEED_RANGE = 2**63
+_DIFFUSION_FIELDS = ("steps", "threshold", "editing_threshold", "max_post_steps", "eos_early_stop")
+#: Extensions of peers that change the output; accepting and ignoring them would be a lie.
+_UNSUPPORTED_EXTRAS = (
+    "best_of", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "length_penalty",
+    "prompt_logprobs", "structured_outputs", "use_beam_search",
+)  # fmt: skip
+
+_pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+
+
+@dataclass(frozen=True)
+class TranslatedRequest:
+    """One HTTP request as engine requests: prompt by prompt, each with its ``n`` choices, so that the choice
+    index is the position. ``echo_texts``: per choice, a text that comes before its output ("" is none)."""
+
+    requests: list[GenerationRequest]
+    stop: tuple[str, ...]
+    num_prompts: int
+    num_prompt_tokens: int
+    echo_texts: list[str]
+
+    @property
+    def num_live_tokens(self) -> int:
+        """Prompt and allowed new tokens of all choices: what admission counts."""
+        return sum(len(r.prompt_token_ids) + r.sampling.max_tokens for r in self.requests)
+
+
+async def translate_chat(
+    body: ChatCompletionRequest, entry: ModelEntry, *, deadline: float | None = None
+) -> TranslatedRequest:
+    """Raises ``InvalidRequestError`` and its subclasses; every message names the field at fault."""
+    _refuse_unsupported(body, entry)
+    _refuse_unsupported_chat(body)
+    messages = [message.for_template() for message in body.messages]
+    size = sum(len(message.content or "") for message in body.messages)
+    encode = functools.partial(entry.encoder.encode_chat, messages, body.chat_template_kwargs)
+    _refuse_hopeless(size, entry, "messages")
+    prompt = await _run(encode, size)
+    return _build(body, entry, [(prompt, "")], "messages", deadline)
+
+
+async def translate_completion(
+    body: CompletionRequest, entry: ModelEntry, *, deadline: float | None = None
+) -> TranslatedRequest:
+    """Raises ``InvalidRequestError`` and its subclasses; every message names the field at fault."""
+    _refuse_unsupported(body, entry)
+    if body.suffix:
+        raise _unsupported("suffix", "is not supported")
+    if body.best_of is not None and body.best_of != body.n:
+        raise _unsupported("best_of", f"must equal `n` ({body.n}), got {body.best_of}")
+    if body.echo and body.logprobs is not None:
+        raise _unsupported("echo", "is not supported together with `logprobs`")
+    prompts: list[tuple[list[int], str]] = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            _refuse_hopeless(len(prompt), entry, "prompt")
+            ids = await _run(functools.partial(entry.encoder.encode_text, prompt), len(prompt))
+            prompts.append((ids, prompt if body.echo else ""))
+        else:
+            _check_token_ids(prompt, entry, "prompt")
+            prompts.append((prompt, entry.encoder.decode(prompt) if body.echo else ""))
+    return _build(body, entry, prompts, "prompt", deadline)
+
+
+def _build(
+    body: GenerationBody,
+    entry: ModelEntry,
+    prompts: list[tuple[list[int], str]],
+    field: str,
+    deadline: float | None,
+) -> TranslatedRequest:
+    requests: list[GenerationRequest] = []
+    echo_texts: list[str] = []
+    base_seed = secrets.randbelow(_SEED_RANGE) if body.seed is None else body.seed
+    diffusion = _diffusion_params(body, entry)
+    for prompt, echo_text in prompts:
+        if not prompt:
+            raise InvalidRequestError(f"`{field}`: must have at least one token, got 0", param=field)
+        mask = entry.info.mask_token_id
+        if mask is not None and mask in prompt:
+            raise InvalidRequestError(
+                f"`{field}`: the mask token (id {mask}) is not allowed in a prompt", param=field
+            )
+        max_tokens = _new_token_limit(body, entry, len(prompt), field)
+        for _ in range(body.n):
+            seed = (base_seed + len(requests)) % _SEED_RANGE
+            requests.append(
+                GenerationRequest(
+                    request_id=uuid.uuid4().hex,
+                    model=entry.name,
+                    prompt_token_ids=tuple(prompt),
+                    sampling=_sampling_params(body, entry, max_tokens, seed),
+                    diffusion=diffusion,
+                    deadline=deadline,
+                )
+            )
+            echo_texts.append(echo_text)
+    num_prompt_tokens = sum(len(prompt) for prompt, _ in prompts)
+    return TranslatedRequest(requests, tuple(body.stop), len(prompts), num_prompt_tokens, echo_texts)
+
+
+def _sampling_params(body: GenerationBody, entry: ModelEntry, max_tokens: int, seed: int) -> SamplingParams:
+    defaults = entry.config.sampling
+    temperature = defaults.temperature if body.temperature is None else body.temperature
+    top_p = defaults.top_p if body.top_p is None else body.top_p
+    top_k = defaults.top_k if body.top_k is None else max(body.top_k, 0)
+    if top_p == 0:  # nothing but the best token is left
+        temperature, top_p = 0.0, 1.0
+    if body.min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"`min_tokens` must be 0 to {max_tokens} (the new tokens allowed), got {body.min_tokens}",
+            param="min_tokens",
+        )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=min(top_k, entry.info.vocab_size),
+        top_p=top_p,
+        seed=seed,
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        min_tokens=body.min_tokens,
+        logprobs=body.num_top_logprobs,
+    )
+
+
+def _diffusion_params(body: GenerationBody, entry: ModelEntry) -> DiffusionParams | None:
+    if not entry.info.is_diffusion:
+        for name in (*_DIFFUSION_FIELDS, "block_length"):
+            if getattr(body, name) is not None:
+                raise _unsupported(name, "applies to block-diffusion models only")
+        return None
+    block_length = entry.info.block_length
+    if body.block_length is not None and body.block_length != block_length:
+        raise _unsupported("block_length", f"is the model's ({block_length}), got {body.block_length}")
+    if body.steps is not None and body.steps > 1_000_000:
+        raise InvalidRequestError(f"`steps` must be 1 to 1000000, got {body.steps}", param="steps")
+    defaults = entry.config.diffusion
+    given = {name: getattr(body, name) for name in _DIFFUSION_FIELDS}
+    return DiffusionParams(**{k: getattr(defaults, k) if v is None else v for k, v in given.items()})
+
+
+def _new_token_limit(body: GenerationBody, entry: ModelEntry, num_prompt_tokens: int, field: str) -> int:
+    """New tokens of one choice. A block-diffusion model's context is a multiple of its block length, so
+    what fits in tokens also fits in whole blocks."""
+    limit = entry.capabilities.max_model_len
+    if num_prompt_tokens >= limit:
+        raise ContextLengthExceededError(
+            f"`{field}`: this model's maximum context length is {limit} tokens, at least one of them new, "
+            f"but the prompt has {num_prompt_tokens} tokens",
+            param=field,
+        )
+    room = limit - num_prompt_tokens
+    wanted = body.new_token_limit
+    if wanted is None:
+        return room
+    if wanted > room:
+        name = "max_tokens" if wanted == body.max_tokens else "max_completion_tokens"
+        raise ContextLengthExceededError(
+            f"`{name}`: this model's maximum context length is {limit} tokens, but "
+            f"{num_prompt_tokens + wanted} were requested ({num_prompt_tokens} in the prompt, {wanted} new)",
+            param=name,
+        )
+    return wanted
+
+
+def _refuse_hopeless(num_characters: int, entry: ModelEntry, field: str) -> None:
+    """Refuses a text that is too long whatever its tokens are, before the work of tokenizing it. A margin of
+    four allows for tokenizers that normalize text to a shorter one."""
+    limit = entry.capabilities.max_model_len
+    at_least = num_characters // (4 * entry.encoder.longest_token)
+    if at_least >= limit:
+        raise ContextLengthExceededError(
+            f"`{field}`: this model's maximum context length is {limit} tokens, but the prompt has "
+            f"{num_characters} characters, which are at least {at_least} tokens",
+            param=field,
+        )
+
+
+def _check_token_ids(ids: list[int], entry: ModelEntry, field: str) -> None:
+    size = entry.info.vocab_size
+    for i, token_id in enumerate(ids):
+        if not 0 <= token_id < size:
+            raise InvalidRequestError(
+                f"`{field}`: token ids must be 0 to {size - 1}, got {token_id} at position {i}", param=field
+            )
+
+
+def _refuse_unsupported(body: GenerationBody, entry: ModelEntry) -> None:
+    if body.num_top_logprobs is not None and not entry.capabilities.logprobs:
+        raise _unsupported("logprobs", "is not supported by this model")
+    if body.logit_bias:
+        raise _unsupported("logit_bias", "is not supported")
+    for name in ("frequency_penalty", "presence_penalty", "min_p"):
+        if getattr(body, name) != 0:
+            raise _unsupported(name, f"is not supported, except 0; got {getattr(body, name)}")
+    if body.repetition_penalty != 1:
+        raise _unsupported("repetition_penalty", f"is not supported, except 1; got {body.repetition_penalty}")
+    if body.response_format is not None and body.response_format.get("type") != "text":
+        raise _unsupported("response_format", "supports the type 'text' only")
+    extras = body.model_extra or {}
+    for name in _UNSUPPORTED_EXTRAS:
+        if extras.get(name):
+            raise _unsupported(name, "is not supported")
+    _check_token_ids(body.stop_token_ids, entry, "stop_token_ids")
+
+
+def _refuse_unsupported_chat(body: ChatCompletionRequest) -> None:
+    if body.tools and body.tool_choice != "none":
+        raise _unsupported("tools", 'is not supported, except with `tool_choice: "none"`')
+    if body.tool_choice not in (None, "none", "auto"):
+        raise _unsupported("tool_choice", "supports 'none' only")
+    if body.functions and body.function_call != "none":
+        raise _unsupported("functions", "is not supported")
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise _unsupported("modalities", "supports ['text'] only")
+    for name in ("audio", "web_search_options"):
+        if getattr(body, name) is not None:
+            raise _unsupported(name, "is not supported")
+
+
+def _unsupported(name: str, what: str) -> UnsupportedParameterError:
+    return UnsupportedParameterError(f"`{name}` {what}", param=name)
+
+
+async def _run(function: Callable[[], T], size: int) -> T:
+    if size <= _INLINE_CHARACTERS:
+        return function()
+    loop = asyncio.get_running_loop()
+    result: Any = await loop.run_in_executor(_pool, function)
+    return result
