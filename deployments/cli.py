@@ -1,0 +1,290 @@
+"""The ``blockserve`` command: ``serve``, ``check``, ``verify``. Heavy imports happen where they are used."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ServeDeploySchema
+
+    from configs.schema import BlockserveConfig
+
+APP_IMPORT_PATH = "deployments.app:build"
+POLL_INTERVAL_S = 0.5
+#: Beyond the replicas' own drain time, in seconds.
+DRAIN_MARGIN_S = 10.0
+#: Serve pushes queue depths every 10 s by default; a policy that reacts in seconds needs fresher ones.
+METRICS_ENV = {
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+}
+
+
+class CliError(Exception):
+    """Ends the command with one line and status 1."""
+
+
+class _Stop(BaseException):
+    """SIGTERM or Ctrl-C."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except CliError as error:
+        print(f"blockserve: {error}", file=sys.stderr)
+        return 1
+    except (_Stop, KeyboardInterrupt):
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="blockserve", description="Serves LLaDA2 and Qwen models on Ray Serve."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    serve = commands.add_parser("serve", help="serve the models of a configuration file, in the foreground")
+    serve.add_argument(
+        "file", type=Path, metavar="FILE", help="a Serve YAML file, such as configs/local.yaml"
+    )
+    serve.add_argument("--port", type=int, help="instead of the file's http_options.port")
+    serve.add_argument("--host", help="instead of the file's http_options.host")
+    serve.add_argument(
+        "--address", help="a running Ray cluster (`auto` or host:port); default: start one here"
+    )
+    serve.set_defaults(run=_serve)
+
+    check = commands.add_parser("check", help="validate a configuration file strictly")
+    check.add_argument("file", type=Path, metavar="FILE")
+    check.set_defaults(run=_check)
+
+    verify = commands.add_parser("verify", help="compare an engine with reference data, token by token")
+    verify.add_argument("dirs", type=Path, nargs="+", metavar="DIR", help="directories of reference data")
+    verify.add_argument("--engine", choices=["torch"], default="torch")
+    verify.add_argument("--concurrent", type=int, default=1, metavar="N", help="cases in flight at once")
+    verify.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    verify.set_defaults(run=_verify)
+    return parser
+
+
+def _check(args: argparse.Namespace) -> int:
+    from deployments.check import check_file
+
+    problems = check_file(args.file)
+    for problem in problems:
+        print(problem)
+    if not problems:
+        print(f"{args.file}: ok")
+    return 1 if problems else 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from replicas.verify import run_verify
+
+    return run_verify(args.dirs, engine=args.engine, concurrent=args.concurrent, dtype=args.dtype)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    schema, configs = load_config(args.file)
+    host = args.host or schema.http_options.host or "127.0.0.1"
+    port = args.port or schema.http_options.port
+    schema = schema.model_copy(
+        update={"http_options": schema.http_options.model_copy(update={"host": host, "port": port})}
+    )
+    _check_port(host, port)
+    _resolve_models(configs)
+
+    import ray
+    from ray import serve
+
+    _start_ray(args.address, configs)
+    _raise_on_signals()
+    try:
+        _deploy(schema)
+        _wait_until_ready(schema, configs, f"http://{_client_host(host)}:{port}")
+        while True:
+            signal.pause()
+    except (_Stop, KeyboardInterrupt):
+        print("Draining; once more to stop at once.", file=sys.stderr, flush=True)
+        _drain(schema, configs)
+        return 0
+    except CliError:
+        for app in schema.applications:
+            serve.delete(app.name, _blocking=False)
+        raise
+    finally:
+        if args.address is None:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def load_config(path: Path) -> tuple[ServeDeploySchema, dict[str, BlockserveConfig]]:
+    """A Serve YAML file and, by application name, the configurations of the applications that are ours.
+
+    Raises ``CliError`` with every problem of the file.
+    """
+    import yaml
+    from pydantic import ValidationError
+    from ray.serve.schema import ServeDeploySchema
+
+    from configs.schema import BlockserveConfig
+    from deployments.check import check_file
+
+    if not path.is_file():
+        raise CliError(f"{path}: no such file")
+    problems = check_file(path)
+    if problems:
+        raise CliError("; ".join(problems))
+    try:
+        schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        ours = [app for app in schema.applications if app.import_path == APP_IMPORT_PATH]
+        configs = {app.name: BlockserveConfig.model_validate(app.args) for app in ours}
+    except (yaml.YAMLError, ValidationError) as error:
+        raise CliError(f"{path}: {' '.join(str(error).split())}") from error
+    if not configs:
+        raise CliError(f"{path}: no application with `import_path: {APP_IMPORT_PATH}`")
+    return schema, configs
+
+
+def needed_cpus(configs: dict[str, BlockserveConfig]) -> int:
+    """Ray's logical CPUs with which every replica, autoscaled ones too, can be placed."""
+    total = 0.0
+    for config in configs.values():
+        total += config.ingress.num_replicas * config.ingress.num_cpus
+        total += sum(m.autoscaling.max_replicas * m.resources.num_cpus for m in config.models)
+    return math.ceil(total)
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise CliError(
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another port with --port"
+            ) from error
+
+
+def _resolve_models(configs: dict[str, BlockserveConfig]) -> None:
+    """Downloads and converts what is not here yet, with progress bars, before any replica starts."""
+    from replicas.demo import resolve_model_path
+    from replicas.errors import BlockserveError
+
+    for config in configs.values():
+        for model in config.models:
+            try:
+                resolve_model_path(model.path)
+            except (BlockserveError, OSError) as error:
+                raise CliError(f"model `{model.name}`: {error}") from error
+
+
+def _start_ray(address: str | None, configs: dict[str, BlockserveConfig]) -> None:
+    import ray
+
+    try:
+        if address is not None:
+            ray.init(address=address, log_to_driver=False)
+            return
+        env_vars = {name: os.environ.get(name, value) for name, value in METRICS_ENV.items()}
+        ray.init(
+            address="local",
+            # Logical CPUs: a laptop with two cores runs three replicas, only slower.
+            num_cpus=max(os.cpu_count() or 1, needed_cpus(configs)),
+            include_dashboard=False,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+            runtime_env={"env_vars": env_vars},
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise CliError(f"Ray did not start: {' '.join(str(error).split())}") from error
+
+
+def _raise_on_signals() -> None:
+    # After ray.init, which installs handlers of its own.
+    def stop(_signum: int, _frame: Any) -> None:
+        raise _Stop
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+
+def _deploy(schema: ServeDeploySchema) -> None:
+    """What ``serve run FILE`` does with the file."""
+    from ray.serve._private.api import serve_start
+
+    client = serve_start(
+        http_options=schema.http_options.model_dump(),
+        proxy_location=schema.proxy_location,
+    )
+    client.deploy_apps(schema, _blocking=False)
+
+
+def _wait_until_ready(schema: ServeDeploySchema, configs: dict[str, BlockserveConfig], url: str) -> None:
+    from ray import serve
+    from ray.serve.schema import ApplicationStatus
+
+    names = [model.name for config in configs.values() for model in config.models]
+    print(f"Loading {', '.join(names)} ...", file=sys.stderr, flush=True)
+    while True:
+        applications = serve.status().applications
+        statuses = [applications[name].status for name in configs if name in applications]
+        for name in configs:
+            overview = applications.get(name)
+            if overview is not None and overview.status == ApplicationStatus.DEPLOY_FAILED:
+                raise CliError(f"application `{name}` failed to start: {_failure(overview)}")
+        if len(statuses) == len(configs) and set(statuses) == {ApplicationStatus.RUNNING}:
+            prefixes = [app.route_prefix or "/" for app in schema.applications if app.name in configs]
+            if all(_answers(url + prefix.rstrip("/") + "/ready") for prefix in prefixes):
+                break
+        time.sleep(POLL_INTERVAL_S)
+    print(f"Blockserve is ready at {url}/v1 (models: {', '.join(names)})", flush=True)
+
+
+def _failure(overview: Any) -> str:
+    reasons = [*(status.message for status in overview.deployments.values()), overview.message]
+    # Messages carry whole tracebacks; the last line of one is the error itself.
+    lines = [reason.strip().splitlines()[-1].strip() for reason in reasons if reason.strip()]
+    return next((line for line in lines if "Error" in line), lines[0] if lines else "no reason given")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _drain(schema: ServeDeploySchema, configs: dict[str, BlockserveConfig]) -> None:
+    """Takes the applications down; running requests may end first."""
+    from ray import serve
+
+    grace_s = max(m.resources.graceful_shutdown_timeout_s for c in configs.values() for m in c.models)
+    deadline = time.monotonic() + grace_s + DRAIN_MARGIN_S
+    for app in schema.applications:
+        serve.delete(app.name, _blocking=False)
+    while serve.status().applications and time.monotonic() < deadline:
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _client_host(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+
+
+if __name__ == "__main__":
+    sys.exit(main())
