@@ -18,8 +18,8 @@ from replicas.protocol import FinishReason, GenerationRequest, RequestOutput, To
 class RowInput:
     """One request's part of a forward.
 
-    ``token_ids`` are computed at positions ``start``, ``start + 1``, ...; the logits at offsets ``decide`` are
-    wanted, and what is chosen there is keyed by (seed, ``positions[i]``, ``step``). ``banned[i]`` are
+    ``token_ids`` are computed at positions ``start``, ``start + 1``, ...; the logits at offsets ``decide``
+    are wanted, and what is chosen there is keyed by (seed, ``positions[i]``, ``step``). ``banned[i]`` are
     token ids that must not be chosen there.
     """
 

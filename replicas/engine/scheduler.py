@@ -33,8 +33,9 @@ class Scheduler:
     Requests that decode take part in every step, before any prefill: a long prompt cannot stop them. Their
     queries are few (1 token each, or 1 to 2 blocks). Prompts share what is left of
     ``max_num_batched_tokens``, in order of arrival; the first of them always moves on by at least a block (or
-    16 tokens), so decoding requests cannot stop it either. A step therefore computes at most ``max_num_batched_tokens`` tokens, or
-    what the decoding requests need plus that minimum, where this is more.
+    16 tokens), so decoding requests cannot stop it either. A step therefore computes at most
+    ``max_num_batched_tokens`` tokens, or what the decoding requests need plus that minimum, where this is
+    more.
     """
 
     def __init__(
