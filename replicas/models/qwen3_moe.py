@@ -1,0 +1,34 @@
+"""Qwen3-MoE: dense Qwen3 attention, sparse MLPs with softmax routing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from replicas.model_info import ModelInfo
+from replicas.models.decoder import DecoderModel
+from replicas.models.dense import MLP, load_decoder
+from replicas.models.layers import SwiGLU
+from replicas.models.moe import MoE, load_experts, softmax_top_k
+from replicas.models.weights import CheckpointWeights
+
+
+def load_qwen3_moe(info: ModelInfo, weights: CheckpointWeights, device: torch.device) -> DecoderModel:
+    """Qwen3MoeForCausalLM, with ``mlp_only_layers`` and ``decoder_sparse_step`` as transformers reads them."""
+    config = info.config
+    hidden, experts = config["hidden_size"], config["num_experts"]
+    routing = partial(
+        softmax_top_k, k=config["num_experts_per_tok"], normalize=bool(config.get("norm_topk_prob"))
+    )
+
+    def mlp(layer: int) -> MLP:
+        prefix = f"model.layers.{layer}.mlp"
+        sparse = experts > 0 and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+        if layer in (config.get("mlp_only_layers") or []) or not sparse:
+            return SwiGLU.load(weights, prefix, hidden, config["intermediate_size"])
+        gate = weights.take(f"{prefix}.gate.weight", experts, hidden)
+        width = config["moe_intermediate_size"]
+        return MoE(gate, routing, *load_experts(weights, f"{prefix}.experts", experts, hidden, width))
+
+    return load_decoder(info, weights, device, mlp)

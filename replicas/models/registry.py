@@ -1,0 +1,45 @@
+"""From a checkpoint's architecture to a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from replicas.errors import ModelLoadError
+from replicas.model_info import ModelInfo
+from replicas.models.decoder import DecoderModel
+from replicas.models.dense import load_dense
+from replicas.models.llada2_moe import load_llada2_moe
+from replicas.models.qwen3_moe import load_qwen3_moe
+from replicas.models.weights import CheckpointWeights
+
+Loader = Callable[[ModelInfo, CheckpointWeights, torch.device], DecoderModel]
+
+LOADERS: dict[str, Loader] = {
+    "Qwen3ForCausalLM": load_dense,
+    "Qwen2ForCausalLM": load_dense,
+    "LlamaForCausalLM": load_dense,
+    "Qwen3MoeForCausalLM": load_qwen3_moe,
+    "LLaDA2MoeModelLM": load_llada2_moe,
+}
+
+
+def load_model(
+    info: ModelInfo, *, dtype: torch.dtype, device: torch.device, progress: bool = True
+) -> DecoderModel:
+    """Builds the model of ``info`` from its safetensors files, with a progress bar on stderr.
+
+    Raises ``ModelLoadError`` for an architecture without a loader, for a configuration that lacks a field or
+    asks for what is not implemented, and for missing, misshapen or surplus tensors.
+    """
+    loader = LOADERS.get(info.architecture)
+    if loader is None:
+        raise ModelLoadError(
+            f"{info.path}: unknown architecture {info.architecture!r}; known: {', '.join(LOADERS)}"
+        )
+    with CheckpointWeights(info.path, dtype=dtype, device=device, progress=progress) as weights:
+        try:
+            return loader(info, weights, device)
+        except KeyError as error:
+            raise ModelLoadError(f"{info.path}: config.json lacks {error}") from error

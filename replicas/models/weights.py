@@ -1,0 +1,135 @@
+"""Reading checkpoints: safetensors files of a directory, single or sharded.
+
+A model takes each tensor by name while it is built; what is missing, misshapen or left over at the end is a
+named error, so a checkpoint of another layout never loads half.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from replicas.errors import ModelLoadError
+
+#: Tensors that older exports carry and that follow from the configuration.
+_DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w13|w2)(\.weight)?$")
+
+
+class CheckpointWeights:
+    """The tensors of a checkpoint directory, each to be taken once, in ``dtype`` on ``device``.
+
+    A context manager: leaving it without an error checks that no tensor is left over.
+    """
+
+    def __init__(
+        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: bool = False
+    ) -> None:
+        self._path = path
+        self._dtype = dtype
+        self._device = device
+        self._files: dict[str, Any] = {}
+        self._location = self._index()
+        self._taken: set[str] = set()
+        for name in self._location:
+            if _FUSED_EXPERTS.search(name):
+                raise ModelLoadError(
+                    f"{path}: {name!r} holds the experts of a layer fused into one tensor; only checkpoints with one "
+                    "tensor per expert are supported: convert it with the training framework's script first"
+                )
+        self._bar = tqdm(
+            total=len(self._location),
+            desc=f"loading {path.name}",
+            unit="tensor",
+            disable=not progress,
+            file=sys.stderr,
+        )
+
+    def __enter__(self) -> CheckpointWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+        if kind is None:
+            surplus = [n for n in self._location if n not in self._taken and not _DERIVED.search(n)]
+            if surplus:
+                raise ModelLoadError(
+                    f"{self._path}: {len(surplus)} tensors that this architecture does not have: {_few(surplus)}"
+                )
+        self._files.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._location
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor ``name``. Raises ``ModelLoadError`` when it is missing or not of ``shape``."""
+        if name not in self._location:
+            near = [other for other in self._location if other.rsplit(".", 2)[0] == name.rsplit(".", 2)[0]]
+            hint = f"; beside it stand {_few(near)}" if near else ""
+            raise ModelLoadError(f"{self._path}: tensor {name!r} {list(shape)} is missing{hint}")
+        try:
+            tensor = self._open(self._location[name]).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(
+                f"{self._location[name]}: tensor {name!r} cannot be read: {error}"
+            ) from error
+        if tuple(tensor.shape) != shape:
+            raise ModelLoadError(
+                f"{self._path}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}"
+            )
+        self._taken.add(name)
+        self._bar.update()
+        return tensor.to(device=self._device, dtype=dtype or self._dtype)
+
+    def ignore(self, name: str) -> None:
+        """Counts ``name`` as known although it is not needed."""
+        self._taken.add(name)
+
+    def _index(self) -> dict[str, Path]:
+        """Tensor name -> file."""
+        index = self._path / "model.safetensors.index.json"
+        if not index.exists():
+            single = self._path / "model.safetensors"
+            if not single.exists():
+                raise ModelLoadError(
+                    f"{self._path}: neither model.safetensors nor model.safetensors.index.json is there"
+                )
+            return dict.fromkeys(self._open(single).keys(), single)
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            location = {str(name): self._path / str(file) for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ModelLoadError(f"{index}: cannot be read: {error!r}") from error
+        for file in sorted(set(location.values())):
+            if file.parent != self._path or not file.exists():
+                raise ModelLoadError(f"{index}: the shard {file.name!r} that it names is not in {self._path}")
+            stored = set(self._open(file).keys())
+            absent = [name for name, place in location.items() if place == file and name not in stored]
+            if absent:
+                raise ModelLoadError(f"{file}: lacks tensors that the index places there: {_few(absent)}")
+        return location
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(str(file), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelLoadError(
+                    f"{file}: not a readable safetensors file (truncated?): {error}"
+                ) from error
+        return self._files[file]
+
+
+def _few(names: list[str], limit: int = 5) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(repr(name) for name in sorted(names)[:limit]) + rest

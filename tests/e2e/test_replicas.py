@@ -1,0 +1,93 @@
+"""Replicas come, go and die under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import httpx
+from conftest import GOLDEN, Server, serve
+
+MODEL = {
+    "name": "qwen",
+    "path": str(GOLDEN / "qwen3_dense_tied"),
+    "engine": {"dtype": "float32", "max_num_seqs": 4},
+    "resources": {"num_cpus": 0.5, "health_check_period_s": 1},
+}
+BODY = {"model": "qwen", "prompt": [65, 66, 67, 68] * 8, "temperature": 0, "ignore_eos": True}
+
+
+async def read_stream(client: httpx.AsyncClient, max_tokens: int) -> tuple[str, str | None]:
+    """Text of a streamed completion, and the code of the error that ended it (None: it ended well)."""
+    text, body = "", BODY | {"max_tokens": max_tokens, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            await response.aread()
+            return text, response.json()["error"]["code"]
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                return text, None
+            event = json.loads(line[len("data: ") :])
+            if "error" in event:
+                return text, event["error"]["code"]
+            text += event["choices"][0]["text"] if event["choices"] else ""
+    raise AssertionError(f"the stream ended without [DONE] and without an error, after {text!r}")
+
+
+async def test_a_killed_replica_fails_only_what_had_begun(tmp_path: Path) -> None:
+    config = {"models": [MODEL | {"autoscaling": {"min_replicas": 2, "max_replicas": 2}}]}
+    with serve(config, tmp_path) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            await two_replicas(server)
+            expected, error = await read_stream(client, 900)
+            assert error is None
+            # 12 requests on 2 x 4 slots: some run, some wait with nothing emitted.
+            requests = [asyncio.create_task(read_stream(client, 900)) for _ in range(12)]
+            await asyncio.sleep(1.5)
+            server.replica_processes("qwen")[0].kill()
+            done, pending = await asyncio.wait(requests, timeout=100)
+            assert not pending, "a request hangs"
+            results = [task.result() for task in done]
+            lost = [text for text, error in results if error is not None]
+            assert {error for _, error in results} == {None, "replica_lost"}
+            assert 1 <= len(lost) <= 4, "only requests in the dead replica's slots had begun"
+            assert all(text and expected.startswith(text) for text in lost)
+            assert all(text == expected for text, error in results if error is None)
+            assert await read_stream(client, 20) == (await read_stream(client, 20))
+            await two_replicas(server)
+            server.wait_idle("qwen")
+
+
+async def test_a_second_replica_comes_with_the_load_and_goes_after_it(tmp_path: Path) -> None:
+    autoscaling = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "downscale_delay_s": 4}
+    config = {"models": [MODEL | {"autoscaling": autoscaling}]}
+    with serve(config, tmp_path) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            assert len(server.replica_processes("qwen")) == 1
+            started = time.monotonic()
+            requests = [asyncio.create_task(read_stream(client, 900)) for _ in range(60)]
+            while len(server.replica_processes("qwen")) < 2:
+                assert time.monotonic() - started < 10, "the second replica did not start within 10 s"
+                await asyncio.sleep(0.2)
+            results = await asyncio.gather(*requests)
+            assert {error for _, error in results} == {None}
+            assert len({text for text, _ in results}) == 1
+            deadline = time.monotonic() + 60
+            while len(server.replica_processes("qwen")) > 1:
+                assert time.monotonic() < deadline, "the second replica did not go after the load"
+                await asyncio.sleep(0.5)
+            assert (await read_stream(client, 20))[1] is None
+
+
+async def two_replicas(server: Server) -> None:
+    deadline = time.monotonic() + 90
+    while True:
+        replicas = [k for k in server.metrics() if k.startswith("blockserve:num_requests_running{")]
+        if len(replicas) == 2 and len(server.replica_processes("qwen")) == 2:
+            return
+        assert time.monotonic() < deadline, f"two replicas expected, seen: {replicas}"
+        await asyncio.sleep(0.3)
