@@ -17,6 +17,7 @@ from configs.schema import BlockserveConfig, ModelConfig
 from deployments.batching import BatchingDispatcher
 from deployments.ingress import create_app
 from deployments.openai.contracts import ModelEntry, load_model_entry
+from replicas.checkpoints import resolve_checkpoint
 from replicas.replica import EngineReplica, Loader, load_engine
 
 logger = logging.getLogger("ray.serve")
@@ -133,6 +134,4 @@ class Ingress:
 
 
 def _load_entry(model: ModelConfig) -> ModelEntry:
-    from replicas.demo import resolve_model_path
-
-    return load_model_entry(model, resolve_model_path(model.path))
+    return load_model_entry(model, resolve_checkpoint(model.path, weights=False))

@@ -79,6 +79,7 @@ class BatchingDispatcher:
         self._handles = dict(handles)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._aborts: dict[tuple[str, str], list[str]] = {}
+        self._live_ids: set[str] = set()
         batch = serve.batch(
             max_batch_size=config.batching.max_batch_size,
             batch_wait_timeout_s=config.batching.batch_wait_timeout_s,
@@ -106,11 +107,15 @@ class BatchingDispatcher:
             error = ModelNotFoundError(f"the model `{request.model}` does not exist", param="model")
             yield failed_output(request.request_id, error.to_request_error())
             return
-        timeout_s = self._config.admission.request_timeout_s
-        deadline = request.deadline or time.time() + timeout_s
+        if request.request_id in self._live_ids:
+            duplicate = BlockserveError(f"the request id {request.request_id} is in use")
+            yield failed_output(request.request_id, duplicate.to_request_error())
+            return
+        deadline = request.deadline or time.time() + self._config.admission.request_timeout_s
         request = replace(request, deadline=deadline)
         mailbox = Mailbox(request.request_id, self._config.batching.mailbox_size)
         item = _Item(request, mailbox)
+        self._live_ids.add(request.request_id)
         try:
             while True:
                 try:
@@ -119,9 +124,7 @@ class BatchingDispatcher:
                             await self._enqueue[request.model](item)
                         output = await mailbox.get()
                 except TimeoutError:
-                    late = DeadlineExceededError(
-                        f"the request did not end within its deadline ({timeout_s:g} s)"
-                    )
+                    late = DeadlineExceededError("the request did not end before its deadline")
                     output = failed_output(request.request_id, late.to_request_error())
                 except Exception as error:
                     logger.exception("Dispatching a request failed.")
@@ -132,6 +135,7 @@ class BatchingDispatcher:
                 if output.finished:
                     return
         finally:
+            self._live_ids.discard(request.request_id)
             self._leave(item)
 
     # Forming batches

@@ -182,14 +182,14 @@ def _check_port(host: str, port: int) -> None:
 
 def _resolve_models(configs: dict[str, BlockserveConfig]) -> None:
     """Downloads and converts what is not here yet, with progress bars, before any replica starts."""
-    from replicas.demo import resolve_model_path
-    from replicas.errors import BlockserveError
+    from replicas.checkpoints import resolve_checkpoint
+    from replicas.errors import ModelLoadError
 
     for config in configs.values():
         for model in config.models:
             try:
-                resolve_model_path(model.path)
-            except (BlockserveError, OSError) as error:
+                resolve_checkpoint(model.path)
+            except ModelLoadError as error:
                 raise CliError(f"model `{model.name}`: {error}") from error
 
 

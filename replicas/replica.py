@@ -12,7 +12,8 @@ from typing import Any, Literal
 from ray import serve
 
 from configs.schema import ModelConfig
-from replicas.errors import BlockserveError, DeadlineExceededError, EngineDeadError, InvalidRequestError
+from replicas.checkpoints import resolve_checkpoint
+from replicas.errors import BlockserveError, DeadlineExceededError, EngineDeadError
 from replicas.protocol import (
     Engine,
     EngineCapabilities,
@@ -41,10 +42,9 @@ Loader = Callable[[ModelConfig], Engine]
 
 def load_engine(config: ModelConfig) -> Engine:
     """Builds the engine that ``config.engine.backend`` names, on this machine. Raises ``ModelLoadError``."""
-    from replicas.demo import resolve_model_path  # torch and friends are imported where they are used
-    from replicas.engine.core import EngineCore
+    from replicas.engine.core import EngineCore  # torch is imported where it is used
 
-    return EngineCore.from_config(config, resolve_model_path(config.path))
+    return EngineCore.from_config(config, resolve_checkpoint(config.path))
 
 
 class EngineReplica:
@@ -151,11 +151,11 @@ class EngineReplica:
 
     async def _submit(self, request: GenerationRequest, stream: _BatchStream) -> None:
         request_id = request.request_id
+        if request_id in stream.live:
+            return
         try:
             if self._dead is not None:
                 raise self._dead
-            if request_id in stream.live:
-                raise InvalidRequestError(f"request id {request_id} is twice in a batch", param="request_id")
             while request_id in self._streams:
                 self._engine.abort(request_id)
                 await asyncio.sleep(0.01)

@@ -122,17 +122,16 @@ def test_a_slow_reader_is_cancelled_and_memory_is_bounded(one_replica: Run) -> N
     assert took < 0.5
 
 
-def test_a_duplicate_request_id_starts_again(one_replica: Run) -> None:
+def test_a_request_id_in_use_is_refused(one_replica: Run) -> None:
     async def scenario(dispatcher):
         same = request("same", 4, max_tokens=30)
-        first = asyncio.create_task(collect(dispatcher, same))
-        await asyncio.sleep(0.15)
-        second = await collect(dispatcher, same)
-        return await first, second, expected_tokens(same)
+        outputs = await collect_all(dispatcher, [same, same])
+        again = await collect(dispatcher, same)
+        return *outputs, again, expected_tokens(same)
 
-    first, second, expected = one_replica(scenario)
-    assert second.new_token_ids == expected
-    assert first.finish_reason == "abort"
+    first, second, again, expected = one_replica(scenario)
+    assert first.new_token_ids == again.new_token_ids == expected
+    assert second.error.code == "internal_error"
 
 
 def test_a_killed_replica_costs_only_what_it_had_begun(two_replicas: Run) -> None:
