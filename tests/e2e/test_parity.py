@@ -23,7 +23,10 @@ def cases(model: str) -> list[tuple[dict, str]]:
     """Request bodies, and the text of the reference's tokens."""
     if model == "qwen":
         found = [
-            ({"prompt": case["prompt_ids"], "max_tokens": case["max_tokens"], "temperature": 0}, case["output_ids"])
+            (
+                {"prompt": case["prompt_ids"], "max_tokens": case["max_tokens"], "temperature": 0},
+                case["output_ids"],
+            )
             for case in golden("qwen3_dense_tied", "greedy.json")
         ]
     else:

@@ -60,7 +60,11 @@ async def test_client_gone_mid_stream_queued_and_in_prefill(server: Server, mode
 
 
 BAD_BODIES = {
-    "prompt longer than the context": ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "messages"),
+    "prompt longer than the context": (
+        {"messages": [{"role": "user", "content": "x" * 5000}]},
+        400,
+        "messages",
+    ),
     "n is 0": ({"n": 0}, 400, "n"),
     "empty messages": ({"messages": []}, 400, "messages"),
     "max_tokens is negative": ({"max_tokens": -1}, 400, "max_tokens"),

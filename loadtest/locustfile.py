@@ -1,0 +1,179 @@
+"""Streaming chat users with verified answers.
+
+    locust -f loadtest/locustfile.py --host http://127.0.0.1:8000 --headless -u 8 -r 4 -t 30s
+
+Before the load, each prompt is asked once, alone, at temperature 0; every answer under load must equal that
+one, and the known right answer where there is one. A wrong answer is a failure, and Locust then exits with
+status 1. Entries in the statistics: ``TTFT``, ``TPOT``, ``block latency`` and ``E2E``, each measured at the client;
+Locust's own entry for the POST ends at the response headers.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import time
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import requests
+from locust import HttpUser, constant, events, task
+from locust.env import Environment
+from locust.runners import MasterRunner
+
+from loadtest.measure import Measurement, measure_stream
+from loadtest.prompts import Prompt, mt_bench_prompts, word_prompts
+
+logger = logging.getLogger("loadtest")
+WORDS_MODEL = "llada2-words"
+COLUMNS = ["model", "ttft_ms", "tpot_ms", "block_latency_ms", "e2e_ms", "completion_tokens", "chunks"]
+
+
+class Run:
+    """What one test run knows: models, prompts, the answers given alone, and a row for each request."""
+
+    def __init__(self, environment: Environment) -> None:
+        options: Any = environment.parsed_options
+        self.host = environment.host
+        self.max_tokens: int = options.max_tokens
+        self.rows_file: str = options.rows_csv
+        available = [m["id"] for m in requests.get(f"{self.host}/v1/models", timeout=30).json()["data"]]
+        unknown = [name for name in options.model or [] if name not in available]
+        if unknown or not available:
+            raise SystemExit(f"--model {unknown}: the server has {available}")
+        self.models: list[str] = options.model or available
+        self.rows: list[dict[str, Any]] = []
+        self.verified = self.wrong = 0
+        self.questions: list[tuple[str, Prompt, str]] = []
+        for model in self.models:
+            make = word_prompts if model == WORDS_MODEL else mt_bench_prompts
+            for prompt in make(options.prompts):
+                self.questions.append((model, prompt, self._ask_alone(model, prompt)))
+        known = [
+            (prompt.expected, answer) for _, prompt, answer in self.questions if prompt.expected is not None
+        ]
+        if known:
+            right = sum(expected == answer.strip() for expected, answer in known)
+            logger.info("alone, %d of %d answers with a known right answer are right", right, len(known))
+
+    def body(self, model: str, prompt: Prompt) -> dict[str, Any]:
+        return {
+            "model": model,
+            "messages": [{"role": "user", "content": prompt.text}],
+            "temperature": 0,
+            "max_tokens": self.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def _ask_alone(self, model: str, prompt: Prompt) -> str:
+        started = time.perf_counter()
+        url = f"{self.host}/v1/chat/completions"
+        with requests.post(url, json=self.body(model, prompt), stream=True, timeout=600) as response:
+            response.raise_for_status()
+            result = measure_stream(response.iter_content(chunk_size=None), started)
+        if result.error:
+            raise SystemExit(f"{model}: the server fails without any load: {result.error}")
+        return result.text
+
+    def record(self, model: str, result: Measurement) -> None:
+        self.rows.append({column: getattr(result, column, model) for column in COLUMNS})
+
+    def close(self) -> None:
+        if self.rows_file:
+            with Path(self.rows_file).open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, COLUMNS)
+                writer.writeheader()
+                writer.writerows(self.rows)
+        print(f"verified answers: {self.verified}, wrong answers: {self.wrong}")
+
+
+#: The run of this process; Locust's event handlers have no other place to share it with its users.
+_runs: dict[str, Run] = {}
+
+
+@events.init_command_line_parser.add_listener
+def _arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", action="append", help="a model to load; all of the server's when absent")
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=8, help="different prompts for each model")
+    parser.add_argument("--rows-csv", default="", help="a file for one row per request")
+
+
+@events.init.add_listener
+def _init(environment: Environment, **_: Any) -> None:
+    # Locust's --run-time counts from before test_start: the questions asked alone must not eat it up. With
+    # the web interface the host is known at test_start only, and with --master no user runs here.
+    options: Any = environment.parsed_options
+    if options.headless and not isinstance(environment.runner, MasterRunner):
+        _runs["run"] = Run(environment)
+
+
+@events.test_start.add_listener
+def _start(environment: Environment, **_: Any) -> None:
+    if "run" not in _runs and not isinstance(environment.runner, MasterRunner):
+        _runs["run"] = Run(environment)
+
+
+@events.quitting.add_listener
+def _quit(environment: Environment, **_: Any) -> None:
+    run = _runs.pop("run", None)
+    if isinstance(environment.runner, MasterRunner):
+        return
+    if run is None or run.wrong or not run.verified:
+        environment.process_exit_code = 1
+    if run is not None:
+        run.close()
+
+
+class ChatUser(HttpUser):
+    """Asks one question after another, each as soon as the last answer has ended."""
+
+    wait_time = constant(0)
+
+    def on_start(self) -> None:
+        self.run = _runs["run"]
+        self.index = id(self) % len(self.run.questions)
+
+    @task
+    def chat(self) -> None:
+        self.index = (self.index + 1) % len(self.run.questions)
+        model, prompt, alone = self.run.questions[self.index]
+        started = time.perf_counter()
+        with self.client.post(
+            "/v1/chat/completions", json=self.run.body(model, prompt), stream=True, catch_response=True
+        ) as response:
+            if response.status_code != 200:
+                response.failure(f"HTTP {response.status_code}: {response.text[:200]}")
+                return
+            # iter_lines and small chunk sizes hold data back, and TTFT would be the time of the whole answer.
+            result = measure_stream(response.iter_content(chunk_size=None), started)
+        self._report(model, prompt, alone, result)
+
+    def _report(self, model: str, prompt: Prompt, alone: str, result: Measurement) -> None:
+        problem: Exception | None = None
+        if result.error:
+            problem = RuntimeError(result.error)
+        elif result.text != alone:
+            self.run.wrong += 1
+            problem = ValueError(f"wrong answer to {prompt.text[:40]!r}: {result.text!r}, alone {alone!r}")
+        else:
+            self.run.verified += 1
+            self.run.record(model, result)
+        self._fire("E2E", model, result.e2e_ms, problem)
+        if problem is None:
+            self._fire("TTFT", model, result.ttft_ms)
+            self._fire("TPOT", model, result.tpot_ms)
+            self._fire("block latency", model, result.block_latency_ms)
+
+    def _fire(self, kind: str, model: str, ms: float | None, problem: Exception | None = None) -> None:
+        if ms is not None:
+            self.environment.events.request.fire(
+                request_type=kind,
+                name=model,
+                response_time=ms,
+                response_length=0,
+                exception=problem,
+                context={},
+            )

@@ -1,0 +1,108 @@
+"""The load test against a stub whose timing and answers are known."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+
+LOCUSTFILE = Path(__file__).parents[2] / "loadtest" / "locustfile.py"
+FIRST_TOKEN_S, GAP_S, TOKENS = 0.3, 0.1, 7
+
+
+def stub(wrong_every: int = 0) -> FastAPI:
+    """Streams seven tokens: the first after 0.3 s, then one each 0.1 s. Every n-th answer is wrong."""
+    app = FastAPI()
+    count = 0
+
+    @app.get("/v1/models")
+    def models() -> dict:
+        return {"object": "list", "data": [{"id": "stub", "object": "model"}]}
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> StreamingResponse:
+        nonlocal count
+        count += 1
+        prompt = (await request.json())["messages"][0]["content"]
+        text = f"{len(prompt)}-" + ("x" if wrong_every and count > 4 and count % wrong_every == 0 else "y")
+
+        async def events():
+            yield sse({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+            for i in range(TOKENS):
+                await asyncio.sleep(GAP_S if i else FIRST_TOKEN_S)
+                yield sse({"choices": [{"index": 0, "delta": {"content": text}}]})
+            yield sse({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            yield sse({"choices": [], "usage": {"completion_tokens": TOKENS}})
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    return app
+
+
+def sse(payload: dict) -> str:
+    return f"data: {json.dumps(payload)}\n\n"
+
+
+@pytest.fixture
+def serve_stub() -> Iterator:
+    servers = []
+
+    def start(app: FastAPI) -> str:
+        server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        servers.append((server, thread))
+        while not server.started:
+            thread.join(0.05)
+        return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+    yield start
+    for server, thread in servers:
+        server.should_exit = True
+        thread.join()
+
+
+def run_locust(host: str, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", host]
+    command += ["--headless", "-u", "3", "-r", "3", "-t", "4s", "--prompts", "3", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_times_are_the_clients_and_answers_are_verified(serve_stub, tmp_path: Path) -> None:
+    rows_file = tmp_path / "rows.csv"
+    done = run_locust(serve_stub(stub()), "--rows-csv", str(rows_file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wrong answers: 0" in done.stdout
+    rows = list(csv.DictReader(rows_file.open()))
+    assert len(rows) >= 3
+    whole = FIRST_TOKEN_S + (TOKENS - 1) * GAP_S
+    for row in rows:
+        # A stream that is handed over all at once would show the whole time here.
+        assert FIRST_TOKEN_S * 1000 <= float(row["ttft_ms"]) < (FIRST_TOKEN_S + whole) / 2 * 1000
+        assert float(row["e2e_ms"]) >= whole * 1000
+        assert int(row["completion_tokens"]) == int(row["chunks"]) == TOKENS
+        assert float(row["tpot_ms"]) >= GAP_S * 1000 * 0.8
+
+
+def test_a_wrong_answer_fails_the_run(serve_stub) -> None:
+    done = run_locust(serve_stub(stub(wrong_every=3)))
+    assert done.returncode == 1
+    assert "wrong answer to" in done.stdout + done.stderr
+    assert "wrong answers: 0" not in done.stdout
+
+
+def test_an_unknown_model_is_named(serve_stub) -> None:
+    done = run_locust(serve_stub(stub()), "--model", "other")
+    assert done.returncode != 0
+    assert "other" in done.stdout + done.stderr
