@@ -35,7 +35,7 @@ from deployments.openai.responses import (
 )
 from deployments.openai.sse import ClientGoneError, EventStreamResponse, event_stream, unless_disconnected
 from deployments.openai.translate import TranslatedRequest, translate_chat, translate_completion
-from replicas.errors import ModelNotFoundError
+from replicas.errors import ModelNotFoundError, ModelNotReadyError
 
 Body = TypeVar("Body", bound=GenerationBody)
 
@@ -65,6 +65,13 @@ def create_app(
     app.state.admission = admission = AdmissionController(config.admission)
     app.state.metrics = metrics = IngressMetrics()
 
+    def find(name: str) -> ModelEntry:
+        if entry := models.get(name):
+            return entry
+        if any(model.name == name for model in config.models):
+            raise ModelNotReadyError(f"The model {name!r} is loading; try again later", param="model")
+        raise ModelNotFoundError(f"The model {name[:128]!a} does not exist", param="model")
+
     async def respond(
         request: Request,
         body_model: type[Body],
@@ -73,7 +80,7 @@ def create_app(
     ) -> Response:
         arrival, deadline = time.monotonic(), time.time() + config.admission.request_timeout_s
         body = await read_body(request, body_model, config.admission.max_body_bytes)
-        entry = _find(models, body.model)
+        entry = find(body.model)
         translated = await translate(body, entry, deadline=deadline)
         async with AsyncExitStack() as stack:
             stack.enter_context(
@@ -119,7 +126,7 @@ def create_app(
 
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> dict[str, Any]:
-        return model_object(_find(models, model_id))
+        return model_object(find(model_id))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -131,6 +138,8 @@ def create_app(
         listed, missing = [], []
         for model in config.models:
             state = states.get(model.name, ModelState(False, "unknown to the dispatcher"))
+            if state.ready and model.name not in models:
+                state = ModelState(False, "the tokenizer is loading", state.replicas)
             listed.append(
                 {
                     "id": model.name,
@@ -139,8 +148,7 @@ def create_app(
                     "replicas": len(state.replicas),
                 }
             )
-            # A model that may scale to zero is served on demand: it keeps nobody waiting here.
-            if not state.ready and model.autoscaling.min_replicas > 0:
+            if not state.ready:
                 missing.append(model.name)
         if not missing:
             return JSONResponse({"status": "ready", "models": listed})
@@ -177,13 +185,6 @@ async def _recorded(generation: Generation, record: RequestRecord) -> AsyncGener
         async for delta in deltas:
             record.on_tokens(delta.index, delta.num_tokens)
             yield delta
-
-
-def _find(models: Mapping[str, ModelEntry], name: str) -> ModelEntry:
-    entry = models.get(name)
-    if entry is None:
-        raise ModelNotFoundError(f"The model {name[:128]!r} does not exist", param="model")
-    return entry
 
 
 def _body_schema(model: type[GenerationBody]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 #: Bodies above this many bytes are parsed in a thread, so that they do not hold up other requests.
 _INLINE_BYTES = 64 * 1024
-_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]")
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_body(request: Request, model: type[Model], max_bytes: int) -> Model:

@@ -91,6 +91,8 @@ class EventStreamResponse(Response):
                 await _cancel(sender, watcher)
             finally:
                 await self._on_close()
+        if not sender.cancelled():
+            sender.result()
 
     async def _send(self, send: Send) -> None:
         try:
@@ -129,6 +131,4 @@ async def unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, Exception) and not isinstance(result, BlockserveError):
-            logger.error("while a response was sent: %r", result)
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -102,6 +102,8 @@ def _build(
     for prompt, echo_text in prompts:
         if not prompt:
             raise InvalidRequestError(f"`{field}`: must have at least one token, got 0", param=field)
+        if max(prompt) >= entry.info.vocab_size:  # a tokenizer may know more tokens than the model
+            _check_token_ids(prompt, entry, field)
         mask = entry.info.mask_token_id
         if mask is not None and mask in prompt:
             raise InvalidRequestError(

@@ -1,0 +1,218 @@
+from dataclasses import replace
+
+import pytest
+from fake_dispatcher import load_entry
+
+from deployments.openai.protocol import ChatCompletionRequest, CompletionRequest
+from deployments.openai.translate import translate_chat, translate_completion
+from replicas.errors import ContextLengthExceededError, InvalidRequestError, UnsupportedParameterError
+from replicas.protocol import DiffusionParams
+
+LLADA = load_entry("llada2_b32", "llada", diffusion={"threshold": 0.9, "editing_threshold": 0.8})
+QWEN = load_entry("qwen2_5", "qwen", sampling={"temperature": 0.5, "top_k": 7})
+MASK = LLADA.info.mask_token_id
+
+
+async def chat(entry=QWEN, **fields):
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    return await translate_chat(ChatCompletionRequest.model_validate(body), entry)
+
+
+async def complete(entry=QWEN, prompt="hi", **fields):
+    body = {"model": "m", "prompt": prompt, **fields}
+    return await translate_completion(CompletionRequest.model_validate(body), entry)
+
+
+async def test_defaults_come_from_the_model():
+    (request,) = (await chat()).requests
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 1.0)
+    assert sampling.max_tokens == QWEN.capabilities.max_model_len - len(request.prompt_token_ids)
+    assert isinstance(sampling.seed, int)
+    assert request.diffusion is None
+    assert request.model == "qwen"
+
+
+async def test_given_values_win():
+    fields = {
+        "temperature": 0,
+        "top_k": 3,
+        "top_p": 0.5,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [5],
+        "seed": -1,
+        "stop": "x",
+    }
+    translated = await chat(**fields)
+    sampling = translated.requests[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0, 3, 0.5, 9)
+    assert (sampling.min_tokens, sampling.ignore_eos, sampling.stop_token_ids) == (2, True, (5,))
+    assert sampling.seed == 2**63 - 1
+    assert translated.stop == ("x",)
+
+
+async def test_top_p_zero_is_greedy():
+    sampling = (await chat(top_p=0, temperature=1.5)).requests[0].sampling
+    assert (sampling.temperature, sampling.top_p) == (0, 1)
+
+
+async def test_each_choice_has_its_own_seed_and_id():
+    requests = (await chat(n=4, seed=10)).requests
+    assert [request.sampling.seed for request in requests] == [10, 11, 12, 13]
+    assert len({request.request_id for request in requests}) == 4
+    unseeded = [(await chat()).requests[0].sampling.seed for _ in range(5)]
+    assert len(set(unseeded)) == 5
+
+
+async def test_prompts_times_choices():
+    translated = await complete(prompt=["a", "bc"], n=2, echo=True)
+    assert [len(request.prompt_token_ids) for request in translated.requests] == [1, 1, 2, 2]
+    assert translated.echo_texts == ["a", "a", "bc", "bc"]
+    assert (translated.num_prompt_tokens, translated.num_prompts) == (3, 2)
+    assert (await complete(prompt=[65, 66])).requests[0].prompt_token_ids == (65, 66)
+
+
+async def test_diffusion_parameters():
+    assert (await chat(LLADA)).requests[0].diffusion == DiffusionParams(threshold=0.9, editing_threshold=0.8)
+    given = {
+        "steps": 5,
+        "threshold": 0.1,
+        "editing_threshold": 0,
+        "max_post_steps": 0,
+        "eos_early_stop": False,
+    }
+    assert (await chat(LLADA, **given)).requests[0].diffusion == DiffusionParams(**given)
+    await chat(LLADA, block_length=32)
+
+
+async def test_the_context_limit_counts_prompt_and_new_tokens():
+    limit = LLADA.capabilities.max_model_len
+    assert (await complete(LLADA, prompt=[1] * (limit - 1))).requests[0].sampling.max_tokens == 1
+    assert (await complete(LLADA, prompt=[1] * 100, max_tokens=limit - 100)).num_live_tokens == limit
+    with pytest.raises(ContextLengthExceededError, match=rf"{limit} tokens.*has {limit} tokens") as caught:
+        await complete(LLADA, prompt=[1] * limit)
+    assert caught.value.param == "prompt"
+    with pytest.raises(ContextLengthExceededError, match=rf"{limit} tokens.*{limit + 1} were") as caught:
+        await complete(LLADA, prompt=[1] * 100, max_tokens=limit - 99)
+    assert caught.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize("size", [2100, 20_000, 3_000_000])
+async def test_long_chats_are_refused_with_both_numbers(size):
+    with pytest.raises(ContextLengthExceededError, match=r"2048 tokens, .* [0-9]+ tokens") as caught:
+        await chat(messages=[{"role": "user", "content": "x" * size}])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("entry", "fields", "param"),
+    [
+        (QWEN, {"steps": 3}, "steps"),
+        (QWEN, {"threshold": 0.5}, "threshold"),
+        (QWEN, {"editing_threshold": 0.5}, "editing_threshold"),
+        (QWEN, {"max_post_steps": 0}, "max_post_steps"),
+        (QWEN, {"eos_early_stop": False}, "eos_early_stop"),
+        (QWEN, {"block_length": 32}, "block_length"),
+        (LLADA, {"block_length": 16}, "block_length"),
+        (QWEN, {"logit_bias": {"5": 1}}, "logit_bias"),
+        (QWEN, {"frequency_penalty": 0.1}, "frequency_penalty"),
+        (QWEN, {"presence_penalty": -0.1}, "presence_penalty"),
+        (QWEN, {"repetition_penalty": 1.1}, "repetition_penalty"),
+        (QWEN, {"min_p": 0.1}, "min_p"),
+        (QWEN, {"response_format": {"type": "json_object"}}, "response_format"),
+        (QWEN, {"guided_json": {"type": "object"}}, "guided_json"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused_by_name(entry, fields, param):
+    for translate in (chat, complete):
+        with pytest.raises(UnsupportedParameterError) as caught:
+            await translate(entry, **fields)
+        assert caught.value.param == param
+        assert f"`{param}`" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": True}, "logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"web_search_options": {}}, "web_search_options"),
+    ],
+)
+async def test_what_chat_cannot_honour(fields, param):
+    with pytest.raises(UnsupportedParameterError) as caught:
+        await chat(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+    ],
+)
+async def test_what_completions_cannot_honour(fields, param):
+    with pytest.raises(UnsupportedParameterError) as caught:
+        await complete(**fields)
+    assert caught.value.param == param
+
+
+async def test_neutral_values_are_fine():
+    await chat(
+        tools=[{"type": "function"}],
+        tool_choice="none",
+        response_format={"type": "text"},
+        logit_bias={},
+        modalities=["text"],
+        frequency_penalty=0,
+        logprobs=False,
+        top_k=-1,
+    )
+    await complete(best_of=1, n=1, echo=False)
+
+
+@pytest.mark.parametrize("prompt", [[512], [-1], [[1], [600]], [2**62]])
+async def test_token_ids_outside_the_vocabulary(prompt):
+    with pytest.raises(InvalidRequestError, match="0 to 511, got") as caught:
+        await complete(prompt=prompt)
+    assert caught.value.param == "prompt"
+
+
+async def test_a_tokenizer_that_knows_more_tokens_than_the_model():
+    entry = replace(QWEN, info=replace(QWEN.info, vocab_size=400))
+    with pytest.raises(InvalidRequestError, match="0 to 399, got 509"):  # the template's <|role_end|>
+        await chat(entry)
+
+
+async def test_stop_token_ids_outside_the_vocabulary():
+    with pytest.raises(InvalidRequestError, match="0 to 511, got 512") as caught:
+        await chat(stop_token_ids=[512])
+    assert caught.value.param == "stop_token_ids"
+
+
+async def test_the_mask_token_is_no_prompt():
+    with pytest.raises(InvalidRequestError, match="mask token"):
+        await complete(LLADA, prompt=[1, MASK])
+    await complete(QWEN, prompt=[1, MASK])  # no mask token there
+    (request,) = (await complete(LLADA, prompt="<|mask|>")).requests
+    assert MASK not in request.prompt_token_ids
+
+
+async def test_an_empty_prompt_is_refused():
+    with pytest.raises(InvalidRequestError, match="at least one token"):
+        await complete(prompt="")
+
+
+async def test_min_tokens_above_the_limit():
+    with pytest.raises(InvalidRequestError, match=r"0 to 4 .* got 5"):
+        await chat(max_tokens=4, min_tokens=5)
