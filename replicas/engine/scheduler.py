@@ -43,7 +43,7 @@ class Scheduler:
     ) -> None:
         self._slots = slots
         self._budget = max_num_batched_tokens
-        self._min_prefill = block_length or min(_MIN_PREFILL_TOKENS, max_num_batched_tokens)
+        self._min_prefill = block_length or max(1, min(_MIN_PREFILL_TOKENS, max_num_batched_tokens // 2))
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
         self._live: dict[str, RequestState] = {}

@@ -75,7 +75,11 @@ def test_wide_vocabulary_takes_the_same_set_with_and_without_a_sort():
 def test_top_k_one_is_greedy_and_tiny_temperature_is_finite():
     logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
     best = logits.argmax(-1).tolist()
-    for kwargs in ({"temperature": 2.0, "top_k": 1}, {"temperature": 1e-38}, {"temperature": 1.0, "top_p": 1e-6}):
+    for kwargs in (
+        {"temperature": 2.0, "top_k": 1},
+        {"temperature": 1e-38},
+        {"temperature": 1.0, "top_p": 1e-6},
+    ):
         tokens, confidence = select_tokens(logits.clone(), rows_of(5, seed=3, **kwargs))
         assert tokens.tolist() == best
         assert torch.allclose(confidence, torch.ones(5))
@@ -87,7 +91,12 @@ def test_draws_do_not_depend_on_the_rest_of_the_batch():
     together = SamplingRows()
     for i in range(8):
         together.append(
-            temperature=[0.0, 0.8, 1.0, 1.7][i % 4], top_k=i * 7, top_p=1 - i / 10, seed=i // 2, position=9, step=i
+            temperature=[0.0, 0.8, 1.0, 1.7][i % 4],
+            top_k=i * 7,
+            top_p=1 - i / 10,
+            seed=i // 2,
+            position=9,
+            step=i,
         )
     tokens, confidence = select_tokens(logits.clone(), together)
     for i in range(8):

@@ -1,6 +1,7 @@
 """The step loop: thread, outputs, aborts, deadlines, faults, health."""
 
 import asyncio
+import contextlib
 import threading
 import time
 
@@ -43,13 +44,14 @@ async def collect(core, request_ids):
     """All outputs until every one of ``request_ids`` has ended: {id: [outputs]}."""
     seen = {}
     open_ids = set(request_ids)
-    async for step in core.steps():
-        for output in step.outputs:
-            seen.setdefault(output.request_id, []).append(output)
-            if output.finished:
-                open_ids.discard(output.request_id)
-        if not open_ids:
-            break
+    async with contextlib.aclosing(core.steps()) as steps:
+        async for step in steps:
+            for output in step.outputs:
+                seen.setdefault(output.request_id, []).append(output)
+                if output.finished:
+                    open_ids.discard(output.request_id)
+            if not open_ids:
+                break
     return seen
 
 
