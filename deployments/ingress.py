@@ -17,10 +17,11 @@ from deployments.admission import AdmissionController
 from deployments.openai import page
 from deployments.openai.body import read_body
 from deployments.openai.contracts import Dispatcher, ModelEntry, ModelState
-from deployments.openai.errors import envelope, install_error_handlers
+from deployments.openai.errors import ClientGoneError, envelope, install_error_handlers
 from deployments.openai.generation import ChoiceDelta, Generation
 from deployments.openai.metrics import IngressMetrics, RequestRecord
 from deployments.openai.middleware import RequestContextMiddleware
+from deployments.openai.openapi import body_of, install_schemas
 from deployments.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -33,7 +34,7 @@ from deployments.openai.responses import (
     ResponseBuilder,
     model_object,
 )
-from deployments.openai.sse import ClientGoneError, EventStreamResponse, event_stream, unless_disconnected
+from deployments.openai.sse import EventStreamResponse, event_stream, unless_disconnected
 from deployments.openai.translate import TranslatedRequest, translate_chat, translate_completion
 from replicas.errors import ModelNotFoundError, ModelNotReadyError
 
@@ -62,6 +63,7 @@ def create_app(
     )
     app.add_middleware(RequestContextMiddleware)
     install_error_handlers(app)
+    install_schemas(app)
     app.state.admission = admission = AdmissionController(config.admission)
     app.state.metrics = metrics = IngressMetrics()
 
@@ -112,11 +114,11 @@ def create_app(
             events = event_stream(builder, first, deltas, options, record.on_error)
             return EventStreamResponse(events, stack.pop_all().aclose)
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatCompletionRequest))
     async def create_chat_completion(request: Request) -> Response:
         return await respond(request, ChatCompletionRequest, translate_chat, ChatResponseBuilder)
 
-    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def create_completion(request: Request) -> Response:
         return await respond(request, CompletionRequest, translate_completion, CompletionResponseBuilder)
 
@@ -185,13 +187,6 @@ async def _recorded(generation: Generation, record: RequestRecord) -> AsyncGener
         async for delta in deltas:
             record.on_tokens(delta.index, delta.num_tokens)
             yield delta
-
-
-def _body_schema(model: type[GenerationBody]) -> dict[str, Any]:
-    """The body's schema for /openapi.json; routes read bodies themselves, for errors in the envelope."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _version() -> str:

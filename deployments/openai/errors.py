@@ -46,6 +46,10 @@ class HTTPStatusError(BlockserveError):
         self.status = status
 
 
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer was there."""
+
+
 class GenerationFailedError(BlockserveError):
     """A request that failed on its replica, as the dispatcher reported it."""
 

@@ -12,11 +12,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from deployments.openai.contracts import ModelState
+from deployments.openai.errors import ClientGoneError
 from deployments.openai.generation import Choice
 from replicas.errors import BlockserveError
 from replicas.protocol import EngineStats
 
-request_logger = logging.getLogger("blockserve.request")
+#: Below Serve's own logger, so that Serve's logging configuration holds for these lines too.
+request_logger = logging.getLogger("ray.serve.blockserve.request")
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
@@ -161,7 +163,8 @@ class RequestRecord:
         code = None
         if not finished:
             code = error.code if isinstance(error, BlockserveError) else "internal_error"
-            if error is None or not isinstance(error, Exception) or type(error).__name__ == "ClientGoneError":
+            # A stream that is closed, or cancelled, before its end has lost its client.
+            if error is None or isinstance(error, ClientGoneError) or not isinstance(error, Exception):
                 code = "client_gone"
             metrics.request_failure.labels(model, code).inc()
         line: dict[str, Any] = {

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.openai.errors import error_body
+from deployments.openai.errors import ClientGoneError, error_body
 from deployments.openai.generation import ChoiceDelta
 from deployments.openai.protocol import StreamOptions
 from deployments.openai.responses import ResponseBuilder
@@ -108,10 +108,6 @@ class EventStreamResponse(Response):
 async def wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection before the answer was there."""
 
 
 async def unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from contextlib import asynccontextmanager
 
 import httpx
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from deployments.ingress import create_app
 from deployments.openai.contracts import ModelState
+from deployments.openai.metrics import request_logger
 from replicas.protocol import FinishReason, RequestOutput
 
 LLADA = load_entry("llada2_b32", "org/llada")
@@ -232,6 +234,14 @@ async def test_health_ready_version_and_page():
         assert "https://" not in html.text
 
 
+async def test_the_own_openapi_document_has_no_dangling_reference():
+    async with client_for(FakeDispatcher(says(QWEN, ""))) as client:
+        response = await client.get("/openapi.json")
+    schemas = response.json()["components"]["schemas"]
+    names = set(re.findall(r'"#/components/schemas/([^"]+)"', response.text))
+    assert {"ChatCompletionRequest", "CompletionRequest", "ChatMessage"} <= names <= schemas.keys()
+
+
 async def test_a_model_whose_tokenizer_is_loading_is_503():
     app = create_app(config_for(LLADA, QWEN), {"qwen": QWEN}, FakeDispatcher(says(QWEN, "")))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
@@ -263,12 +273,14 @@ async def test_metrics():
         assert line in lines, line
 
 
-async def test_a_log_line_per_request_without_the_prompt(caplog):
-    with caplog.at_level(logging.INFO, "blockserve.request"):
+async def test_a_log_line_per_request_without_the_prompt(caplog, monkeypatch):
+    monkeypatch.setattr(request_logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(request_logger, "propagate", False)  # whatever Serve made of its logger
+    with caplog.at_level(logging.INFO, request_logger.name):
         async with client_for(FakeDispatcher(says(QWEN, "an answer"))) as client:
             body = {"model": "qwen", "prompt": "secret words"}
             await client.post("/v1/completions", json=body, headers={"x-request-id": "abc-1"})
-    (record,) = [r for r in caplog.records if r.name == "blockserve.request"]
+    (record,) = [r for r in caplog.records if r.name == request_logger.name]
     line = json.loads(record.message)
     assert line["request_id"] == "abc-1"
     assert (line["model"], line["completion_tokens"], line["finish_reason"]) == ("qwen", 10, "stop")
