@@ -22,18 +22,18 @@ HELP = "I can repeat, reverse, uppercase, sort, spell or count. Try: reverse: he
 # Shares in the training mixture. `repeat` of several words and `help` give answers of more than one
 # diffusion block; sorting needs the most practice.
 KIND_WEIGHTS: dict[str, float] = {
-    "repeat": 1.0,
-    "reverse": 1.3,
-    "uppercase": 0.8,
-    "sort": 2.2,
-    "spell": 0.8,
-    "count": 0.6,
-    "help": 0.4,
+    "repeat": 1.8,
+    "reverse": 1.2,
+    "uppercase": 0.5,
+    "sort": 2.4,
+    "spell": 0.7,
+    "count": 0.4,
+    "help": 0.5,
 }
 KINDS: tuple[str, ...] = tuple(KIND_WEIGHTS)
 
 MAX_WORD_LETTERS = 8
-MAX_REPEAT_WORDS = 6
+MAX_REPEAT_WORDS = 5
 
 _CONSONANTS = "bcdfghjklmnprstvwz"
 _VOWELS = "aeiou"
@@ -106,7 +106,9 @@ def solve(kind: str, words: Sequence[str]) -> str:
 
 
 def _chatter(rng: random.Random) -> str:
-    words = [rng.choice(_FILLERS) if rng.random() < 0.5 else random_word(rng) for _ in range(rng.randint(0, 6))]
+    words = [
+        rng.choice(_FILLERS) if rng.random() < 0.5 else random_word(rng) for _ in range(rng.randint(0, 6))
+    ]
     end = rng.choice(("", "", "?", ".", "!"))
     return " ".join([rng.choice(_OPENERS) if rng.random() < 0.8 else random_word(rng), *words]) + end
 
@@ -114,7 +116,7 @@ def _chatter(rng: random.Random) -> str:
 def _draw(rng: random.Random, kind: str) -> Task:
     if kind == "help":
         return Task(kind, _chatter(rng), HELP)
-    many = kind == "repeat" and rng.random() < 0.5
+    many = kind == "repeat" and rng.random() < 0.6
     words = [random_word(rng) for _ in range(rng.randint(2, MAX_REPEAT_WORDS) if many else 1)]
     return Task(kind, f"{kind}: {' '.join(words)}", solve(kind, words))
 
