@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from replicas.models.registry import load_model
 
 from replicas.engine.core import EngineCore
 from replicas.model_info import load_model_info
+from replicas.models.registry import load_model
 from replicas.protocol import DiffusionParams, GenerationRequest, SamplingParams
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
