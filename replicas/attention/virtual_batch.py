@@ -149,7 +149,7 @@ def _replace(metadata: Any, **changes: Any) -> Any:
 
 def _prefix_lengths(num_prefix_tokens: int | Sequence[int], num_reqs: int) -> list[int]:
     name = "num_prefix_tokens"
-    if isinstance(num_prefix_tokens, numbers.Number):
+    if not isinstance(num_prefix_tokens, Sequence):
         prefix = _integer(num_prefix_tokens, name, minimum=0)
         if num_reqs != 1:
             raise ValueError(

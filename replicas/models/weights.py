@@ -36,7 +36,7 @@ class CheckpointWeights:
         self._path = path
         self._dtype = dtype
         self._device = device
-        self._files: dict[str, Any] = {}
+        self._files: dict[Path, Any] = {}
         self._location = self._index()
         self._taken: set[str] = set()
         for name in self._location:
