@@ -54,7 +54,7 @@ class FileReport:
     def check_error(self, what: str, error: float, tolerance: float) -> None:
         self.worst = max(self.worst, error)
         # "not <=" rather than ">": NaN is a mismatch.
-        self.check(f"{what}: error {error:.2e} > {tolerance:.0e}", error <= tolerance)
+        self.check(f"{what}: error {error:.2e} > {tolerance:.2e}", error <= tolerance)
 
     def line(self) -> str:
         equal = self.cases - len(self.mismatches)

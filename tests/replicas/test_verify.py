@@ -109,6 +109,6 @@ def test_nothing_to_verify_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_bfloat16_says_what_it_cannot_compare() -> None:
-    status, text = verify(GOLDEN / "qwen2_5", dtype="bfloat16")
+    status, text = verify(GOLDEN / "qwen3_dense_untied", dtype="bfloat16")
     assert status == 0, text
     assert "10 not comparable" in text
