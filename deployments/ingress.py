@@ -45,23 +45,26 @@ def create_app(
     config: BlockserveConfig,
     models: Mapping[str, ModelEntry],
     dispatcher: Dispatcher,
+    *,
+    add_request_id_header: bool = True,
 ) -> FastAPI:
     """The application's HTTP interface.
 
-    ``models`` maps model names to entries, and may be filled later: it is read at each request. On Ray Serve,
-    use the late-bound form, so that nothing here is ever pickled::
+    ``models`` maps model names to entries, and may be filled later: it is read at each request. Behind Serve's
+    HTTP proxy, which appends ``x-request-id`` to every response itself, ``add_request_id_header`` must be False,
+    or clients get it twice. Use the late-bound form there, so that nothing here is ever pickled::
 
         @serve.deployment
         @serve.ingress()
         class Ingress:
             def __init__(self, config): ...            # builds models and dispatcher
             def __serve_build_asgi_app__(self):        # called after the constructor
-                return create_app(self.config, self.models, self.dispatcher)
+                return create_app(..., add_request_id_header=False)
     """
     app = FastAPI(
         title="Blockserve", version=_version(), redirect_slashes=False, docs_url=None, redoc_url=None
     )
-    app.add_middleware(RequestContextMiddleware)
+    app.add_middleware(RequestContextMiddleware, add_header=add_request_id_header)
     install_error_handlers(app)
     install_schemas(app)
     app.state.admission = admission = AdmissionController(config.admission)

@@ -18,13 +18,14 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@\-]{1,128}")
 
 
 class RequestContextMiddleware:
-    """Puts ``request_id`` into ``request.state`` and ``x-request-id`` into every response.
+    """Puts ``request_id`` into ``request.state`` and, with ``add_header``, ``x-request-id`` into every response.
 
     Pure ASGI, because Starlette's BaseHTTPMiddleware stands between a stream and its client's disconnect.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, add_header: bool = True) -> None:
         self._app = app
+        self._add_header = add_header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -39,7 +40,8 @@ class RequestContextMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(raw=message["headers"])["x-request-id"] = request_id
+                if self._add_header:
+                    MutableHeaders(raw=message["headers"])["x-request-id"] = request_id
             await send(message)
 
         try:

@@ -195,6 +195,14 @@ async def test_request_ids_are_echoed_when_they_are_bounded(client, dispatcher, 
     assert dispatcher.requests[0].request_id != given
 
 
+async def test_no_second_request_id_header_behind_serves_proxy(dispatcher):
+    app = create_app(config_for(ENTRY), {"m": ENTRY}, dispatcher, add_request_id_header=False)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        response = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "a"})
+        assert response.status_code == 200
+        assert "x-request-id" not in response.headers
+
+
 async def test_two_live_requests_with_one_request_id(client, dispatcher):
     headers = {"x-request-id": "same"}
     responses = await asyncio.gather(

@@ -137,6 +137,8 @@ def run(pieces, stop):
     st.randoms(use_true_random=False),
 )
 @example("aababaabab", ["abab", "b" * 6], random.Random(1))
+@example("aaab", ["aab"], random.Random(1))  # a partial match that ends inside another one
+@example("abababb", ["ababb"], random.Random(1))
 def test_stop_strings_in_any_chunking(text, stop, rng):
     pieces, rest = [], text
     while rest:
