@@ -138,8 +138,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 # --- messages -----------------------------------------------------------------------------------------------
 
 
-def validation_problems(error: ValidationError, model: type[BaseModel], path: str = "") -> list[str]:
-    """A pydantic error as lines of ``path.to.field: what is allowed, what was given``."""
+def validation_problems(
+    error: ValidationError, model: type[BaseModel], path: str = "", raw: Any = None
+) -> list[str]:
+    """A pydantic error as lines of ``path.to.field: what is allowed, what was given``. ``raw`` is what was
+    validated: parts of a location that are not in it (pydantic names a union's members there) are left out."""
     problems = []
     details = error.errors(include_url=False)
     for detail in details:
@@ -151,6 +154,8 @@ def validation_problems(error: ValidationError, model: type[BaseModel], path: st
             allowed = parent.model_fields if parent is not None else ()
             problems.append(unknown_key(join_path(path, *location[:-1]), location[-1], allowed))
             continue
+        if raw is not None and kind != "missing":
+            location = _in_value(location, raw)
         where = join_path(path, *location)
         if kind == "missing":
             problems.append(f"{where}: this key is required")
@@ -189,6 +194,16 @@ def show(value: Any) -> str:
     """A given value, short enough for a message."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_VALUE else text[: MAX_SHOWN_VALUE - 3] + "..."
+
+
+def _in_value(location: Sequence[Any], value: Any) -> tuple[Any, ...]:
+    """The longest start of ``location`` that leads somewhere in ``value``."""
+    for number, part in enumerate(location):
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return tuple(location[:number])
+    return tuple(location)
 
 
 def _model_at(model: type[BaseModel], location: Sequence[Any]) -> type[BaseModel] | None:

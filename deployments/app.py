@@ -6,7 +6,6 @@ the YAML's ``args`` into a ``BlockserveConfig``.
 
 import asyncio
 import logging
-import re
 from typing import Any
 
 from ray import serve
@@ -16,13 +15,13 @@ from ray.serve.config import AutoscalingPolicy, RequestRouterConfig
 from configs.schema import BlockserveConfig, ModelConfig
 from deployments.batching import BatchingDispatcher
 from deployments.ingress import create_app
+from deployments.naming import INGRESS_NAME, deployment_names
 from deployments.openai.contracts import ModelEntry, load_model_entry
 from replicas.checkpoints import resolve_checkpoint
 from replicas.replica import EngineReplica, Loader, load_engine
 
 logger = logging.getLogger("ray.serve")
 
-INGRESS_NAME = "Ingress"
 #: Serve counts RPCs, of which a batch is one and an abort another; the limits that matter are the
 #: admission's, in logical requests, so these only have to be out of the way.
 MAX_ONGOING_REQUESTS = 10_000
@@ -54,19 +53,6 @@ def build_app(config: BlockserveConfig, load: Loader = load_engine) -> serve.App
         ),
     )
     return ingress.bind(config, handles)
-
-
-def deployment_names(config: BlockserveConfig) -> list[str]:
-    """A valid and unique Serve deployment name per model: letters, digits, dots and dashes."""
-    names: list[str] = []
-    for model in config.models:
-        name = base = "Engine-" + re.sub(r"[^A-Za-z0-9.-]+", "-", model.name).strip("-")
-        number = 2
-        while name in names:
-            name = f"{base}-{number}"
-            number += 1
-        names.append(name)
-    return names
 
 
 def _engine_deployment(model: ModelConfig, name: str) -> serve.Deployment:
