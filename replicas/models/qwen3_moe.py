@@ -17,7 +17,9 @@ from replicas.models.weights import CheckpointWeights
 def load_qwen3_moe(info: ModelInfo, weights: CheckpointWeights, device: torch.device) -> DecoderModel:
     """Qwen3MoeForCausalLM, with ``mlp_only_layers`` and ``decoder_sparse_step`` as transformers reads them."""
     config = info.config
-    hidden, experts = config["hidden_size"], config["num_experts"]
+    # transformers 5 writes `num_local_experts`, the released checkpoints have `num_experts`.
+    experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
+    hidden = config["hidden_size"]
     routing = partial(
         softmax_top_k, k=config["num_experts_per_tok"], normalize=bool(config.get("norm_topk_prob"))
     )

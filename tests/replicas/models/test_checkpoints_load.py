@@ -1,0 +1,154 @@
+"""Checkpoints that cannot be served are refused by name; sharded ones load like single files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from replicas.errors import ModelLoadError
+from replicas.model_info import load_model_info
+from replicas.models.decoder import DecoderModel
+from replicas.models.registry import load_model
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(GOLDEN / getattr(request, "param", "llada2_b8"), folder)
+    return folder
+
+
+def load(folder: Path) -> DecoderModel:
+    return load_model(
+        load_model_info(folder), dtype=torch.float32, device=torch.device("cpu"), progress=False
+    )
+
+
+def change_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def change_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("checkpoint", ["llada2_b8", "qwen2_5"], indirect=True)
+def test_sharded_equals_single(checkpoint: Path) -> None:
+    single = load(checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, checkpoint / file)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    (checkpoint / "model.safetensors").unlink()
+    sharded = load(checkpoint)
+    assert torch.equal(single.lm_head, sharded.lm_head)
+    for a, b in zip(single.layers, sharded.layers, strict=True):
+        assert torch.equal(a.attention.qkv, b.attention.qkv)
+    (checkpoint / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"shard 'model-00002-of-00002\.safetensors'"):
+        load(checkpoint)
+
+
+def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    change_tensors(checkpoint, lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelLoadError, match=f"'{name}' .*missing"):
+        load(checkpoint)
+
+
+def test_surplus_tensors_are_named(checkpoint: Path) -> None:
+    change_tensors(checkpoint, lambda tensors: tensors.update({"model.layers.9.extra": torch.zeros(2)}))
+    with pytest.raises(ModelLoadError, match=r"1 tensors .*'model\.layers\.9\.extra'"):
+        load(checkpoint)
+
+
+def test_a_derived_tensor_is_no_surplus(checkpoint: Path) -> None:
+    name = "model.rotary_emb.inv_freq"
+    change_tensors(checkpoint, lambda tensors: tensors.update({name: torch.zeros(2)}))
+    load(checkpoint)
+
+
+def test_a_misshapen_tensor_is_named(checkpoint: Path) -> None:
+    change_tensors(checkpoint, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}))
+    with pytest.raises(ModelLoadError, match=r"'model\.norm\.weight' has shape \[7\], expected \[96\]"):
+        load(checkpoint)
+
+
+def test_a_truncated_file_is_named(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors: not a readable safetensors file"):
+        load(checkpoint)
+
+
+def test_no_weights_at_all(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"neither model\.safetensors nor"):
+        load(checkpoint)
+
+
+def test_fused_experts_are_named(checkpoint: Path) -> None:
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    change_tensors(checkpoint, lambda tensors: tensors.update({name: torch.zeros(2)}))
+    with pytest.raises(ModelLoadError, match=r"fused into one tensor"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "unknown architecture 'GPT2LMHeadModel'"),
+        ({"architectures": []}, "unknown architecture ''"),
+        ({"model_type": "llada2_moe_veomni"}, "fused expert tensors"),
+        ({"expert_capacity": 48}, r"LLaDA2\.2"),
+        ({"use_qkv_bias": True}, "`use_qkv_bias` is not supported"),
+        ({"use_qk_norm": False}, "QK norm"),
+        ({"hidden_act": "gelu"}, "`hidden_act` 'gelu'"),
+        ({"use_sliding_window": True}, "`use_sliding_window`"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "'yarn' is not supported"),
+        ({"n_group": 3}, "`num_experts` .* multiple of `n_group`"),
+        ({"num_key_value_heads": 4}, "`num_attention_heads` .* multiple of"),
+    ],
+)
+def test_unservable_configurations_are_named(checkpoint: Path, changes: dict, message: str) -> None:
+    change_config(checkpoint, **changes)
+    with pytest.raises(ModelLoadError, match=message):
+        load(checkpoint)
+
+
+def test_a_lacking_field_is_named(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    del config["moe_intermediate_size"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="lacks 'moe_intermediate_size'"):
+        load(checkpoint)
+
+
+def test_a_broken_config_is_named(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match=r"config\.json: cannot be read as JSON"):
+        load(checkpoint)
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        load(checkpoint)
+
+
+def test_limits_are_checked(checkpoint: Path) -> None:
+    with pytest.raises(ModelLoadError, match="`max_model_len` must be 1 to"):
+        load_model_info(checkpoint, max_model_len=10**6)
+    assert load_model_info(checkpoint, max_model_len=30).max_model_len == 24, "whole blocks of 8"
+    with pytest.raises(ModelLoadError, match="shorter than one block"):
+        load_model_info(checkpoint, max_model_len=7)
