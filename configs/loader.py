@@ -96,7 +96,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError([f"not a UTF-8 text file ({error.reason} at byte {error.start})"]) from error
     except OSError as error:
-        raise ConfigError([f"cannot be read: {error.strerror or error}"]) from error
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError([f"cannot be read: {reason}"]) from error
     return parse_mapping(text)
 
 

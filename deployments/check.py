@@ -96,7 +96,9 @@ def serve_problems(raw: dict[str, Any], prefix: str = "") -> list[str]:
         if not isinstance(app, dict):
             continue
         path = join_path(prefix, "applications", number)
-        import_path = app.get("import_path")
+        import_path, route = app.get("import_path"), app.get("route_prefix")
+        if isinstance(route, str) and not route.startswith("/"):
+            problems.append(f"{path}.route_prefix: must start with `/`, got {show(route)}")
         if not is_ours(app):
             if isinstance(import_path, str) and difflib.get_close_matches(
                 import_path, [APP_IMPORT_PATH], 1, 0.8

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from configs.schema import BlockserveConfig
 
-APP_IMPORT_PATH = "deployments.app:build"
 POLL_INTERVAL_S = 0.5
 #: Beyond the replicas' own drain time, in seconds.
 DRAIN_MARGIN_S = 10.0
@@ -136,27 +135,21 @@ def load_config(path: Path) -> tuple[ServeDeploySchema, dict[str, BlockserveConf
 
     Raises ``CliError`` with every problem of the file.
     """
-    import yaml
-    from pydantic import ValidationError
     from ray.serve.schema import ServeDeploySchema
 
-    from configs.schema import BlockserveConfig
+    from configs.loader import APP_IMPORT_PATH, ConfigError, load_file
     from deployments.check import check_file
 
-    if not path.is_file():
-        raise CliError(f"{path}: no such file")
     problems = check_file(path)
     if problems:
         raise CliError("; ".join(problems))
     try:
-        schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-        ours = [app for app in schema.applications if app.import_path == APP_IMPORT_PATH]
-        configs = {app.name: BlockserveConfig.model_validate(app.args) for app in ours}
-    except (yaml.YAMLError, ValidationError) as error:
-        raise CliError(f"{path}: {' '.join(str(error).split())}") from error
-    if not configs:
+        loaded = load_file(path)
+    except ConfigError as error:
+        raise CliError(f"{path}: {error}") from error
+    if not loaded.applications:
         raise CliError(f"{path}: no application with `import_path: {APP_IMPORT_PATH}`")
-    return schema, configs
+    return ServeDeploySchema.model_validate(loaded.raw), loaded.applications
 
 
 def needed_cpus(configs: dict[str, BlockserveConfig]) -> int:

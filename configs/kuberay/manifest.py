@@ -132,6 +132,8 @@ def _lines(error: ValidationError) -> Iterator[str]:
         case "enum":
             allowed = ", ".join(map(repr, expected))
             yield f"{where}: must be {'one of ' if len(expected) > 1 else ''}{allowed}, got {show(given)}"
+        case "minimum" | "maximum":
+            yield f"{where}: must be at {'least' if error.validator == 'minimum' else 'most'} {expected}, got {given}"
         case "pattern":
             yield f"{where}: must match {expected}, got {show(given)}"
         case _:

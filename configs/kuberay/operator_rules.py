@@ -49,9 +49,6 @@ def _name(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _upgrade(raw: Mapping[str, Any]) -> Iterator[str]:
-    delay = _get(raw, "spec", "rayClusterDeletionDelaySeconds", default=0)
-    if delay < 0:
-        yield f"spec.rayClusterDeletionDelaySeconds: must be at least 0, got {delay}"
     if _get(raw, "spec", "rayClusterConfig", "upgradeStrategy", "type", default=None) is not None:
         yield f"{CLUSTER}.upgradeStrategy: cannot be set in a RayService; spec.upgradeStrategy can"
     path = "spec.upgradeStrategy"
