@@ -6,6 +6,7 @@ the YAML's ``args`` into a ``BlockserveConfig``.
 
 import asyncio
 import logging
+import warnings
 from typing import Any
 
 from ray import serve
@@ -26,6 +27,8 @@ logger = logging.getLogger("ray.serve")
 #: admission's, in logical requests, so these only have to be out of the way.
 MAX_ONGOING_REQUESTS = 10_000
 ROUTING_STATS_PERIOD_S = 1.0
+#: Between two reports of a replica's queue depth to the controller.
+METRICS_INTERVAL_S = 1.0
 MAX_LOAD_ATTEMPTS = 3
 LOAD_RETRY_DELAY_S = 5.0
 
@@ -82,15 +85,21 @@ def _num_replicas(model: ModelConfig) -> dict[str, Any]:
         policy_function="deployments.autoscaling:QueueDepthPolicy",
         policy_kwargs={"target": scaling.target_requests_per_replica or model.engine.max_num_seqs},
     )
-    config = ServeAutoscalingConfig(
-        min_replicas=scaling.min_replicas,
-        initial_replicas=scaling.initial_replicas,
-        max_replicas=scaling.max_replicas,
-        upscale_delay_s=scaling.upscale_delay_s,
-        downscale_delay_s=scaling.downscale_delay_s,
-        look_back_period_s=scaling.look_back_period_s,
-        policy=policy,
-    )
+    with warnings.catch_warnings():
+        # Deprecated in favour of environment variables that Ray 2.60 defines but does not read.
+        warnings.filterwarnings(
+            "ignore", message="The `metrics_interval_s` field", category=DeprecationWarning
+        )
+        config = ServeAutoscalingConfig(
+            metrics_interval_s=min(METRICS_INTERVAL_S, scaling.look_back_period_s / 2),
+            min_replicas=scaling.min_replicas,
+            initial_replicas=scaling.initial_replicas,
+            max_replicas=scaling.max_replicas,
+            upscale_delay_s=scaling.upscale_delay_s,
+            downscale_delay_s=scaling.downscale_delay_s,
+            look_back_period_s=scaling.look_back_period_s,
+            policy=policy,
+        )
     return {"autoscaling_config": config}
 
 
@@ -107,7 +116,8 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Any:
         self.dispatcher.start()
         self._loading = asyncio.get_running_loop().create_task(self._load_models())
-        return create_app(self.config, self.models, self.dispatcher)
+        # Serve's proxy appends `x-request-id` itself.
+        return create_app(self.config, self.models, self.dispatcher, add_request_id_header=False)
 
     async def _load_models(self) -> None:
         for model in self.config.models:

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 POLL_INTERVAL_S = 0.5
 #: Beyond the replicas' own drain time, in seconds.
 DRAIN_MARGIN_S = 10.0
-#: Serve pushes queue depths every 10 s by default; a policy that reacts in seconds needs fresher ones.
-METRICS_ENV = {
-    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+SERVE_ENV = {
+    # The default of 5 s replaces a proxy that is merely slow to start, on a busy laptop over and over.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 
 
@@ -193,7 +192,7 @@ def _start_ray(address: str | None, configs: dict[str, BlockserveConfig]) -> Non
         if address is not None:
             ray.init(address=address, log_to_driver=False)
             return
-        env_vars = {name: os.environ.get(name, value) for name, value in METRICS_ENV.items()}
+        env_vars = {name: os.environ.get(name, value) for name, value in SERVE_ENV.items()}
         ray.init(
             address="local",
             # Logical CPUs: a laptop with two cores runs three replicas, only slower.
@@ -203,7 +202,7 @@ def _start_ray(address: str | None, configs: dict[str, BlockserveConfig]) -> Non
             _node_ip_address="127.0.0.1",
             runtime_env={"env_vars": env_vars},
         )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # Ray raises bare Exceptions here too
         raise CliError(f"Ray did not start: {' '.join(str(error).split())}") from error
 
 

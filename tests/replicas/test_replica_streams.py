@@ -179,6 +179,7 @@ async def test_a_shutdown_is_not_a_crash(exits: list[float]) -> None:
     async for replica in start_replica():
         replica.__del__()
         replica.__del__()
+        replica._die(RuntimeError("an engine that complains about its shutdown"))
         await asyncio.sleep(0.2)
     assert exits == []
 

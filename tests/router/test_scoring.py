@@ -40,8 +40,8 @@ def test_the_shorter_queue_and_the_larger_replica_win() -> None:
 
 
 def test_bookings_count_like_reported_load() -> None:
-    booked = load("booked", booked_requests=8, booked_tokens=800)
-    assert first_choices([booked, load("idle")]) == {"idle": 200}
+    for booking in ({"booked_tokens": 800}, {"booked_requests": 8}):
+        assert first_choices([load("booked", **booking), load("idle")]) == {"idle": 200}
 
 
 def test_equal_replicas_are_drawn_at_random() -> None:
