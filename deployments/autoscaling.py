@@ -4,6 +4,8 @@ Serve counts RPCs, and one RPC carries a whole batch; the replicas report what c
 requests. ``desired_replicas`` is the rule, free of Ray; ``QueueDepthPolicy`` is the policy that Serve's controller
 calls about ten times a second. Serve itself applies ``upscale_delay_s`` and ``downscale_delay_s`` to what the
 policy returns: a change is made when it was wanted without a break for that long, so the rule needs no clock.
+Serve then goes to the number wanted last, which under an alternating load may be its trough; the policy therefore
+asks for the largest number that was wanted meanwhile, as Kubernetes' autoscaler does in its stabilization window.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ DOWNSCALE_FILL = 0.8
 STALE_AFTER_S = 60.0
 #: Seconds between two log lines about a failing policy; it is called ten times a second.
 LOG_INTERVAL_S = 60.0
+#: The policy's key in Serve's policy state: (replicas decided last, the largest smaller number wanted since).
+PEAK_KEY = "blockserve_downscale_peak"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ class QueueDepthPolicy:
     def __call__(self, ctx: Any) -> tuple[int, dict[str, Any]]:
         """``ctx`` is Serve's ``AutoscalingContext``; returns (number of replicas, policy state)."""
         try:
-            return self._decide(ctx), ctx.policy_state
+            return with_downscale_peak(self._decide(ctx), ctx.target_num_replicas, ctx.policy_state)
         except Exception:
             if time.monotonic() - self._logged_at > LOG_INTERVAL_S:
                 self._logged_at = time.monotonic()
@@ -105,6 +109,20 @@ class QueueDepthPolicy:
             max_replicas=ctx.capacity_adjusted_max_replicas,
             num_queued_at_handles=ctx.total_queued_requests or 0.0,
         )
+
+
+def with_downscale_peak(
+    wanted: int, target_num_replicas: int, policy_state: Mapping[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """The number to ask Serve for, and the new policy state. While fewer replicas than ``target_num_replicas`` are
+    wanted without a break, it is the largest number wanted since that began; else it is ``wanted``."""
+    state = {key: value for key, value in policy_state.items() if key != PEAK_KEY}
+    if wanted >= target_num_replicas:
+        return wanted, state
+    since, peak = policy_state.get(PEAK_KEY) or (None, 0)
+    if since == target_num_replicas:
+        wanted = max(wanted, peak)
+    return wanted, state | {PEAK_KEY: (target_num_replicas, wanted)}
 
 
 def queue_depths(

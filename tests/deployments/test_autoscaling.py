@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.serve import autoscaling_policy, config
 
-from deployments.autoscaling import QueueDepth, QueueDepthPolicy, desired_replicas
+from deployments.autoscaling import QueueDepth, QueueDepthPolicy, desired_replicas, with_downscale_peak
 
 
 def desired(totals: list[float | None], target: int, **changes: Any) -> int:
@@ -136,3 +139,78 @@ def test_the_policy_never_raises(raw: Any, replicas: Any, queued: Any) -> None:
 def test_a_target_must_be_positive(target: float) -> None:
     with pytest.raises(ValueError, match="target"):
         QueueDepthPolicy(target)
+
+
+def run_in_serve(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[float], float], start: int, seconds: float
+) -> list[tuple[float, int]]:
+    """The changes (second, replicas) under Serve's own wrapper with its delays (2 s up, 10 s down), called ten
+    times a second as its controller does. ``load`` gives the requests at a second; replicas start at once."""
+    clock = SimpleNamespace(now=1e6)
+    scaling = config.AutoscalingConfig(
+        min_replicas=0, max_replicas=10, upscale_delay_s=2, downscale_delay_s=10, look_back_period_s=2
+    )
+    policy = autoscaling_policy._apply_autoscaling_config(QueueDepthPolicy(target=8))
+    target, state, changes = start, {}, []
+    with monkeypatch.context() as patch:
+        patch.setattr("time.time", lambda: clock.now)
+        for tick in range(int(seconds * 10)):
+            clock.now = 1e6 + tick / 10
+            requests = load(tick / 10)
+            replicas = [f"r{i}" for i in range(target)]
+            share = [SimpleNamespace(timestamp=clock.now, value=requests / max(target, 1))]
+            queued = 0.0 if replicas else float(requests)
+            ctx = config.AutoscalingContext(
+                deployment_id=None,  # type: ignore[arg-type]
+                deployment_name="Engine",
+                app_name="app",
+                current_num_replicas=target,
+                target_num_replicas=target,
+                running_replicas=replicas,  # type: ignore[arg-type]
+                total_num_requests=queued,
+                total_queued_requests=queued,
+                aggregated_metrics={},
+                raw_metrics={
+                    "waiting": dict.fromkeys(replicas, share),
+                    "running": {name: [SimpleNamespace(timestamp=clock.now, value=0.0)] for name in replicas},
+                },  # type: ignore[arg-type]
+                capacity_adjusted_min_replicas=0,
+                capacity_adjusted_max_replicas=10,
+                policy_state=state,
+                last_scale_up_time=None,
+                last_scale_down_time=None,
+                current_time=clock.now,
+                config=scaling,
+            )
+            decided, state = policy(ctx)
+            if decided != target:
+                changes.append((tick / 10, decided))
+                target = decided
+    return changes
+
+
+def test_under_serve_a_burst_scales_up_after_the_delay_and_down_after_the_other(monkeypatch) -> None:
+    changes = run_in_serve(monkeypatch, lambda second: 40 if second < 20 else 0, 1, 60)
+    assert changes == [(2.0, 5), (30.0, 1), (40.1, 0)]  # Serve goes to zero from one replica only
+
+
+def test_under_serve_an_alternating_load_settles(monkeypatch) -> None:
+    # 17 requests need three replicas and 1 needs one: the window must not end in a trough.
+    for offset in range(6):
+        changes = run_in_serve(monkeypatch, lambda s, o=offset: 17 if (s + o) % 6 < 3 else 1, 5, 120)
+        assert [number for _, number in changes] == [3], offset
+
+
+def test_under_serve_from_zero_without_delay(monkeypatch) -> None:
+    assert run_in_serve(monkeypatch, lambda second: 0 if second < 1 else 3, 0, 5) == [(1.0, 1)]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30))
+def test_a_downscale_goes_to_the_largest_number_wanted_since_it_began(wanted: list[int]) -> None:
+    state: dict[str, Any] = {"kept": True}
+    peak = -math.inf
+    for number in wanted:
+        asked, state = with_downscale_peak(number, 5, state)
+        peak = max(peak, number) if number < 5 else -math.inf
+        assert asked == (peak if number < 5 else number)
+        assert state["kept"]
