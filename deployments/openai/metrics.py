@@ -28,11 +28,12 @@ _GAUGES = (
     ("num_requests_running", "Requests in the engine's batch.", lambda s: s.running),
     ("num_requests_waiting", "Requests waiting in the engine.", lambda s: s.waiting),
     ("kv_cache_usage_perc", "Used part of the KV memory, 0 to 1.", lambda s: s.kv_usage),
+    ("max_running_requests_seen", "Most requests that shared one forward.", lambda s: s.max_running_seen),
     ("queued_tokens", "Tokens still to be computed for live requests.", lambda s: s.queued_tokens),
     (
         "tokens_per_forward",
-        "Emitted tokens per denoising row (block diffusion) or per forward of a request, since the start.",
-        lambda s: s.num_decode_tokens / s.num_denoise_row_forwards if s.num_denoise_row_forwards else 0.0,
+        "Emitted tokens per denoising row since the start (block diffusion only).",
+        lambda s: s.num_decode_tokens / s.num_denoise_row_forwards if s.num_denoise_row_forwards else None,
     ),
 )
 _COUNTERS = (
@@ -93,7 +94,8 @@ class _EngineCollector:
         for name, text, value in _GAUGES:
             gauge = GaugeMetricFamily(f"blockserve:{name}", text, labels=["model_name", "replica"])
             for labels, stats in self._stats:
-                gauge.add_metric(labels, value(stats))
+                if (number := value(stats)) is not None:
+                    gauge.add_metric(labels, number)
             yield gauge
         for name, text, value in _COUNTERS:
             counter = CounterMetricFamily(f"blockserve:{name}", text, labels=["model_name", "replica"])

@@ -72,7 +72,12 @@ class DiffusionState(RequestState):
 
     def prepare(self, num_tokens: int) -> RowInput:
         start = self.num_computed_tokens
-        row = RowInput(start, self.tokens[start : start + num_tokens], step=self._step)
+        row = RowInput(
+            start,
+            self.tokens[start : start + num_tokens],
+            step=self._step,
+            num_prompt_tokens=self.num_prompt_tokens(start, start + num_tokens),
+        )
         if start + num_tokens == self.canvas_end:
             # LLaDA2.1 reads the prediction at decided positions too, to edit them.
             everything = self.params.editing_threshold is not None

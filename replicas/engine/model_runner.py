@@ -50,6 +50,7 @@ class ModelRunner:
             self._metadata(rows, lengths, slots, positions),
         )
         self.num_forwards += 1
+        self.num_prefill_tokens += sum(row.num_prompt_tokens for _, row in rows)
         self.max_requests = max(self.max_requests, len(rows))
         if self._block_length is not None:
             self.num_denoise_rows += sum(bool(row.decide) for _, row in rows)

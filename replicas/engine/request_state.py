@@ -20,7 +20,7 @@ class RowInput:
 
     ``token_ids`` are computed at positions ``start``, ``start + 1``, ...; the logits at offsets ``decide``
     are wanted, and what is chosen there is keyed by (seed, ``positions[i]``, ``step``). ``banned[i]`` are
-    token ids that must not be chosen there.
+    token ids that must not be chosen there. ``num_prompt_tokens``: given tokens computed for the first time.
     """
 
     start: int
@@ -29,6 +29,7 @@ class RowInput:
     positions: list[int] = field(default_factory=list)
     step: int = 0
     banned: list[Sequence[int]] = field(default_factory=list)
+    num_prompt_tokens: int = 0
 
 
 class RequestState(ABC):
@@ -103,6 +104,10 @@ class RequestState(ABC):
     ) -> RequestOutput | None:
         """Takes what was chosen at ``row.decide``; None when there is nothing to say."""
 
+    def num_prompt_tokens(self, start: int, end: int) -> int:
+        """Given tokens at [start, end); 0 once the prompt is behind it."""
+        return 0 if self.started else max(0, min(self.num_given, end) - start)
+
     def banned_at(self, position: int) -> Sequence[int]:
         return self._banned_stops if position < self.min_end else ()
 
@@ -134,7 +139,7 @@ class AutoregressiveState(RequestState):
 
     def prepare(self, num_tokens: int) -> RowInput:
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
-        row = RowInput(start, self.tokens[start:end])
+        row = RowInput(start, self.tokens[start:end], num_prompt_tokens=self.num_prompt_tokens(start, end))
         if end == len(self.tokens):
             row.decide, row.positions = [num_tokens - 1], [end]
             row.banned = [self.banned_at(end)]

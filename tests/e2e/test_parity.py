@@ -8,7 +8,7 @@ import random
 import httpx
 import openai
 import pytest
-from conftest import GOLDEN, Server, golden
+from running_server import GOLDEN, Server, golden
 from transformers import AutoTokenizer
 
 TOKENIZERS = {"qwen": "qwen3_dense_tied", "llada": "llada2_b32"}

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import httpx
-from conftest import GOLDEN, Server, serve
+from running_server import GOLDEN, Server, serve
 
 MODEL = {
     "name": "qwen",
@@ -19,8 +19,11 @@ MODEL = {
 BODY = {"model": "qwen", "prompt": [65, 66, 67, 68] * 8, "temperature": 0, "ignore_eos": True}
 
 
-async def read_stream(client: httpx.AsyncClient, max_tokens: int) -> tuple[str, str | None]:
-    """Text of a streamed completion, and the code of the error that ended it (None: it ended well)."""
+async def read_stream(
+    client: httpx.AsyncClient, max_tokens: int, begun: asyncio.Semaphore | None = None
+) -> tuple[str, str | None]:
+    """Text of a streamed completion, and the code of the error that ended it (None: it ended well). Releases
+    ``begun`` at the first text."""
     text, body = "", BODY | {"max_tokens": max_tokens, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
@@ -34,7 +37,10 @@ async def read_stream(client: httpx.AsyncClient, max_tokens: int) -> tuple[str, 
             event = json.loads(line[len("data: ") :])
             if "error" in event:
                 return text, event["error"]["code"]
-            text += event["choices"][0]["text"] if event["choices"] else ""
+            new = event["choices"][0]["text"] if event["choices"] else ""
+            if new and not text and begun is not None:
+                begun.release()
+            text += new
     raise AssertionError(f"the stream ended without [DONE] and without an error, after {text!r}")
 
 
@@ -45,9 +51,11 @@ async def test_a_killed_replica_fails_only_what_had_begun(tmp_path: Path) -> Non
             await two_replicas(server)
             expected, error = await read_stream(client, 900)
             assert error is None
-            # 12 requests on 2 x 4 slots: some run, some wait with nothing emitted.
-            requests = [asyncio.create_task(read_stream(client, 900)) for _ in range(12)]
-            await asyncio.sleep(1.5)
+            # 12 requests on 2 x 4 slots: eight run, the others wait with nothing emitted.
+            begun = asyncio.Semaphore(0)
+            requests = [asyncio.create_task(read_stream(client, 900, begun)) for _ in range(12)]
+            for _ in range(8):
+                await begun.acquire()
             server.replica_processes("qwen")[0].kill()
             done, pending = await asyncio.wait(requests, timeout=100)
             assert not pending, "a request hangs"

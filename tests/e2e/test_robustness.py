@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import GOLDEN, Server, serve
+from running_server import GOLDEN, Server, serve
 
 MODELS = ["qwen", "llada"]
 
