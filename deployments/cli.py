@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from configs.schema import BlockserveConfig
 
 POLL_INTERVAL_S = 0.5
+#: A busy machine may need longer for a cluster's start than Ray waits.
+RAY_START_ATTEMPTS = 2
 #: Beyond the replicas' own drain time, in seconds.
 DRAIN_MARGIN_S = 10.0
 SERVE_ENV = {
@@ -188,22 +190,27 @@ def _resolve_models(configs: dict[str, BlockserveConfig]) -> None:
 def _start_ray(address: str | None, configs: dict[str, BlockserveConfig]) -> None:
     import ray
 
-    try:
-        if address is not None:
-            ray.init(address=address, log_to_driver=False)
-            return
-        env_vars = {name: os.environ.get(name, value) for name, value in SERVE_ENV.items()}
-        ray.init(
-            address="local",
+    if address is not None:
+        arguments: dict[str, Any] = {"address": address}
+    else:
+        arguments = {
+            "address": "local",
             # Logical CPUs: a laptop with two cores runs three replicas, only slower.
-            num_cpus=max(os.cpu_count() or 1, needed_cpus(configs)),
-            include_dashboard=False,
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-            runtime_env={"env_vars": env_vars},
-        )
-    except Exception as error:  # Ray raises bare Exceptions here too
-        raise CliError(f"Ray did not start: {' '.join(str(error).split())}") from error
+            "num_cpus": max(os.cpu_count() or 1, needed_cpus(configs)),
+            "include_dashboard": False,
+            "_node_ip_address": "127.0.0.1",
+            "runtime_env": {
+                "env_vars": {name: os.environ.get(name, value) for name, value in SERVE_ENV.items()}
+            },
+        }
+    for attempt in range(1, RAY_START_ATTEMPTS + 1):
+        try:
+            ray.init(log_to_driver=False, **arguments)
+            return
+        except Exception as error:  # Ray raises bare Exceptions here
+            ray.shutdown()
+            if attempt == RAY_START_ATTEMPTS or address is not None:
+                raise CliError(f"Ray did not start: {' '.join(str(error).split())}") from error
 
 
 def _raise_on_signals() -> None:
