@@ -1,17 +1,19 @@
-"""Streaming chat users with verified answers.
+"""Chat users with verified answers, streaming or not.
 
     locust -f loadtest/locustfile.py --host http://127.0.0.1:8000 --headless -u 8 -r 4 -t 30s
 
-Before the load, each prompt is asked once, alone, at temperature 0; every answer under load must equal that
-one, and the known right answer where there is one. A wrong answer is a failure, and Locust then exits with
-status 1. Entries in the statistics: ``TTFT``, ``TPOT``, ``block latency`` and ``E2E``, each measured at the client;
-Locust's own entry for the POST ends at the response headers.
+Before the load, each prompt is asked once, alone, at temperature 0; an answer under load that differs from
+that one is wrong. A wrong answer is a failure, and Locust then exits with status 1. For prompts that have one right
+answer the share of right ones is reported too: it says how good the model is, not the server.
+
+Entries in the statistics, measured at the client: ``TTFT``, ``TPOT``, ``block latency``, ``E2E`` (ms) and ``tokens per
+chunk`` (a number, though the column says ms). Locust's own entry for the POST ends at the headers of a stream.
 """
 
 from __future__ import annotations
 
 import csv
-import logging
+import itertools
 import time
 from argparse import ArgumentParser
 from pathlib import Path
@@ -22,12 +24,18 @@ from locust import HttpUser, constant, events, task
 from locust.env import Environment
 from locust.runners import MasterRunner
 
-from loadtest.measure import Measurement, measure_stream
+from loadtest.measure import Measurement, measure
 from loadtest.prompts import Prompt, mt_bench_prompts, word_prompts
 
-logger = logging.getLogger("loadtest")
 WORDS_MODEL = "llada2-words"
-COLUMNS = ["model", "ttft_ms", "tpot_ms", "block_latency_ms", "e2e_ms", "completion_tokens", "chunks"]
+#: Entries of the statistics, and the measurements that they show.
+ENTRIES = {
+    "TTFT": "ttft_ms",
+    "TPOT": "tpot_ms",
+    "block latency": "block_latency_ms",
+    "tokens per chunk": "tokens_per_chunk",
+}
+COLUMNS = ["model", *ENTRIES.values(), "e2e_ms", "completion_tokens", "chunks", "problem"]
 
 
 class Run:
@@ -37,6 +45,7 @@ class Run:
         options: Any = environment.parsed_options
         self.host = environment.host
         self.max_tokens: int = options.max_tokens
+        self.stream: bool = not options.no_stream
         self.rows_file: str = options.rows_csv
         available = [m["id"] for m in requests.get(f"{self.host}/v1/models", timeout=30).json()["data"]]
         unknown = [name for name in options.model or [] if name not in available]
@@ -45,40 +54,37 @@ class Run:
         self.models: list[str] = options.model or available
         self.rows: list[dict[str, Any]] = []
         self.verified = self.wrong = 0
+        self.user_numbers = itertools.count()
         self.questions: list[tuple[str, Prompt, str]] = []
         for model in self.models:
             make = word_prompts if model == WORDS_MODEL else mt_bench_prompts
             for prompt in make(options.prompts):
                 self.questions.append((model, prompt, self._ask_alone(model, prompt)))
-        known = [
-            (prompt.expected, answer) for _, prompt, answer in self.questions if prompt.expected is not None
-        ]
-        if known:
-            right = sum(expected == answer.strip() for expected, answer in known)
-            logger.info("alone, %d of %d answers with a known right answer are right", right, len(known))
 
     def body(self, model: str, prompt: Prompt) -> dict[str, Any]:
-        return {
+        body = {
             "model": model,
             "messages": [{"role": "user", "content": prompt.text}],
             "temperature": 0,
             "max_tokens": self.max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
         }
+        if self.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body
 
     def _ask_alone(self, model: str, prompt: Prompt) -> str:
         started = time.perf_counter()
         url = f"{self.host}/v1/chat/completions"
         with requests.post(url, json=self.body(model, prompt), stream=True, timeout=600) as response:
             response.raise_for_status()
-            result = measure_stream(response.iter_content(chunk_size=None), started)
+            result = measure(response, self.stream, started)
         if result.error:
             raise SystemExit(f"{model}: the server fails without any load: {result.error}")
         return result.text
 
-    def record(self, model: str, result: Measurement) -> None:
-        self.rows.append({column: getattr(result, column, model) for column in COLUMNS})
+    def record(self, model: str, result: Measurement, problem: Exception | None) -> None:
+        values = {column: getattr(result, column, None) for column in COLUMNS}
+        self.rows.append(values | {"model": model, "problem": problem})
 
     def close(self) -> None:
         if self.rows_file:
@@ -87,6 +93,12 @@ class Run:
                 writer.writeheader()
                 writer.writerows(self.rows)
         print(f"verified answers: {self.verified}, wrong answers: {self.wrong}")
+        known = [
+            (prompt.expected, alone) for _, prompt, alone in self.questions if prompt.expected is not None
+        ]
+        if known:
+            right = sum(expected == alone.strip() for expected, alone in known)
+            print(f"right answers to prompts that have one: {right} of {len(known)}")
 
 
 #: The run of this process; Locust's event handlers have no other place to share it with its users.
@@ -99,6 +111,7 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=8, help="different prompts for each model")
     parser.add_argument("--rows-csv", default="", help="a file for one row per request")
+    parser.add_argument("--no-stream", action="store_true", help="whole answers; only E2E is measured")
 
 
 @events.init.add_listener
@@ -134,21 +147,22 @@ class ChatUser(HttpUser):
 
     def on_start(self) -> None:
         self.run = _runs["run"]
-        self.index = id(self) % len(self.run.questions)
+        self.index = next(self.run.user_numbers)  # so that users ask different things at once
 
     @task
     def chat(self) -> None:
-        self.index = (self.index + 1) % len(self.run.questions)
-        model, prompt, alone = self.run.questions[self.index]
+        model, prompt, alone = self.run.questions[self.index % len(self.run.questions)]
+        self.index += 1
         started = time.perf_counter()
         with self.client.post(
             "/v1/chat/completions", json=self.run.body(model, prompt), stream=True, catch_response=True
         ) as response:
             if response.status_code != 200:
-                response.failure(f"HTTP {response.status_code}: {response.text[:200]}")
+                text = f"HTTP {response.status_code}: {response.text[:200]}"
+                response.failure(text)
+                self.run.record(model, Measurement(), RuntimeError(text))
                 return
-            # iter_lines and small chunk sizes hold data back, and TTFT would be the time of the whole answer.
-            result = measure_stream(response.iter_content(chunk_size=None), started)
+            result = measure(response, self.run.stream, started)
         self._report(model, prompt, alone, result)
 
     def _report(self, model: str, prompt: Prompt, alone: str, result: Measurement) -> None:
@@ -160,19 +174,18 @@ class ChatUser(HttpUser):
             problem = ValueError(f"wrong answer to {prompt.text[:40]!r}: {result.text!r}, alone {alone!r}")
         else:
             self.run.verified += 1
-            self.run.record(model, result)
+        self.run.record(model, result, problem)
         self._fire("E2E", model, result.e2e_ms, problem)
         if problem is None:
-            self._fire("TTFT", model, result.ttft_ms)
-            self._fire("TPOT", model, result.tpot_ms)
-            self._fire("block latency", model, result.block_latency_ms)
+            for entry, column in ENTRIES.items():
+                self._fire(entry, model, getattr(result, column))
 
-    def _fire(self, kind: str, model: str, ms: float | None, problem: Exception | None = None) -> None:
-        if ms is not None:
+    def _fire(self, kind: str, model: str, value: float | None, problem: Exception | None = None) -> None:
+        if value is not None:
             self.environment.events.request.fire(
                 request_type=kind,
                 name=model,
-                response_time=ms,
+                response_time=value,
                 response_length=0,
                 exception=problem,
                 context={},

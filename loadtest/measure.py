@@ -1,4 +1,4 @@
-"""One streamed chat completion, timed at the client chunk by chunk."""
+"""One chat completion, timed at the client; a streamed one chunk by chunk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import requests
 
 
 @dataclass
@@ -42,6 +44,29 @@ class Measurement:
     @property
     def tokens_per_chunk(self) -> float | None:
         return self.completion_tokens / self.chunks if self.chunks else None
+
+
+def measure(response: requests.Response, stream: bool, started: float) -> Measurement:
+    """Reads an answer with status 200, opened with ``stream=True``. A broken connection and a malformed body are its
+    ``error``, not exceptions."""
+    try:
+        if stream:
+            # iter_lines and small chunk sizes hold data back, and TTFT would be the time of the whole answer.
+            return measure_stream(response.iter_content(chunk_size=None), started)
+        return _measure_body(response.json(), started)
+    except (requests.RequestException, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        elapsed = (time.perf_counter() - started) * 1000
+        return Measurement(e2e_ms=elapsed, error=f"{type(error).__name__}: {error}")
+
+
+def _measure_body(body: dict[str, Any], started: float) -> Measurement:
+    choice = body["choices"][0]
+    return Measurement(
+        text=choice["message"]["content"],
+        completion_tokens=body["usage"]["completion_tokens"],
+        finish_reason=choice["finish_reason"],
+        e2e_ms=(time.perf_counter() - started) * 1000,
+    )
 
 
 def measure_stream(chunks: Iterable[bytes], started: float) -> Measurement:
