@@ -1,6 +1,6 @@
 """Trains the `llada2-words` demo model on a CPU and writes a checkpoint in LLaDA2's own format.
 
-    python -m replicas.demo.train_llada2 --out DIR [--steps N] [--seed 0] [--minutes 25]
+    python -m replicas.demo.train_llada2 --out DIR [--steps N] [--seed 0] [--minutes 27.5]
 
 Block diffusion: the clean past, one block with some answer tokens masked, cross-entropy on the masked
 ones. The learning rate falls along whichever of steps and minutes is further on, so a slow machine ends
@@ -187,9 +187,9 @@ def main() -> None:
     """Command line: train, save, read the checkpoint back and evaluate it on unseen prompts."""
     parser = argparse.ArgumentParser(description="Train the llada2-words demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=25.0, help="most minutes of training")
+    parser.add_argument("--minutes", type=float, default=27.5, help="most minutes of training")
     parser.add_argument("--prompts", type=int, default=500, help="unseen prompts of the evaluation")
     args = parser.parse_args()
     torch.set_num_threads(2)

@@ -75,11 +75,13 @@ def test_a_block_sees_itself_and_the_past_only() -> None:
     changed[0, 2 * BLOCK_LENGTH - 1] ^= 1
     with torch.no_grad():
         moved = (module(ids, BLOCK_LENGTH) - module(changed, BLOCK_LENGTH)).abs().amax(-1)[0]
-    assert moved[:BLOCK_LENGTH].max() == 0
-    assert moved[BLOCK_LENGTH:].min() > 0
+    assert moved[:BLOCK_LENGTH].max() < 1e-5  # not 0: experts sum in another order
+    assert moved[BLOCK_LENGTH : 2 * BLOCK_LENGTH].min() > 1e-4
+    assert moved[2 * BLOCK_LENGTH :].min() > 1e-4
     with torch.no_grad():
         last = module(ids, BLOCK_LENGTH, last=BLOCK_LENGTH)
-    torch.testing.assert_close(last, module(ids, BLOCK_LENGTH)[:, -BLOCK_LENGTH:])
+        whole = module(ids, BLOCK_LENGTH)
+    torch.testing.assert_close(last, whole[:, -BLOCK_LENGTH:])
 
 
 def test_config_must_be_whole() -> None:
@@ -105,9 +107,9 @@ def test_training_lowers_the_loss_and_repeats_from_its_seed(tmp_path: Path) -> N
         return module
 
     probe = next(Batches(99, 2048))
+    module = run()
     with torch.no_grad():
         before = block_loss(new_module(TINY, 1), *probe)
-        module = run()
         after = block_loss(module, *probe)
     assert after < before - 0.5
     save(module, tmp_path)
