@@ -16,8 +16,8 @@ class Measurement:
     """Times in milliseconds from the moment the request was sent.
 
     ``ttft_ms``: first chunk with text, time in the server's queue included. ``tpot_ms``: (end - first chunk) /
-    (tokens - 1), the mean time per output token; None for a single token. ``block_latency_ms``: mean gap between chunks
-    with text; a block-diffusion model sends several tokens in one chunk, so it says more than TPOT there.
+    (tokens - 1), the mean time per output token; None when all came in one chunk. ``block_latency_ms``: mean gap
+    between chunks with text; a block-diffusion model sends several tokens in one chunk, so it says more than TPOT.
     """
 
     text: str = ""
@@ -31,7 +31,7 @@ class Measurement:
 
     @property
     def tpot_ms(self) -> float | None:
-        if self.ttft_ms is None or self.completion_tokens < 2:
+        if self.ttft_ms is None or self.chunks < 2 or self.completion_tokens < 2:
             return None
         return (self.last_chunk_ms - self.ttft_ms) / (self.completion_tokens - 1)
 
