@@ -94,12 +94,6 @@ def serve(config: dict, folder: Path) -> Iterator[Server]:
                         "name": "blockserve",
                         "route_prefix": "/",
                         "import_path": "deployments.app:build",
-                        "runtime_env": {
-                            "env_vars": {
-                                "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-                                "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-                            }
-                        },
                         "args": config,
                     }
                 ],
