@@ -102,6 +102,10 @@ def check_plain(info: ModelInfo) -> None:
         )
     if config.get("use_sliding_window"):
         raise ModelLoadError(f"{info.path}: `use_sliding_window` is not supported")
+    # transformers 5 says it layer by layer.
+    other = sorted(set(config.get("layer_types") or []) - {"full_attention"})
+    if other:
+        raise ModelLoadError(f"{info.path}: `layer_types` {other} are not supported, only 'full_attention'")
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:

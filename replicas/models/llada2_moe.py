@@ -56,6 +56,8 @@ def load_llada2_moe(info: ModelInfo, weights: CheckpointWeights, device: torch.d
             )
         )
     tied = bool(config.get("tie_word_embeddings"))
+    if tied:
+        weights.ignore("lm_head.weight")  # some exports hold the tied tensor twice
     rotary_dim = int(shape.head_dim * config.get("partial_rotary_factor", 1.0))
     return DecoderModel(
         embeddings=embeddings,

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from replicas.errors import ModelLoadError
 from replicas.model_info import load_model_info
 from replicas.models.decoder import DecoderModel
+from replicas.models.moe import MoE
 from replicas.models.registry import load_model
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -60,6 +61,39 @@ def test_sharded_equals_single(checkpoint: Path) -> None:
     (checkpoint / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"shard 'model-00002-of-00002\.safetensors'"):
         load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", r"model\.safetensors\.index\.json: cannot be read"),
+        ("{}", r"model\.safetensors\.index\.json: cannot be read: KeyError\('weight_map'\)"),
+        ('{"weight_map": {"nothing": "model.safetensors"}}', "lacks tensors .* 'nothing'"),
+        ('{"weight_map": {"lm_head.weight": "../model.safetensors"}}', "is not in"),
+    ],
+)
+def test_a_wrong_index_is_named(checkpoint: Path, index: str, message: str) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelLoadError, match=message):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("checkpoint", ["llada2_b8", "qwen3_dense_tied"], indirect=True)
+def test_a_tied_head_may_be_stored_twice(checkpoint: Path) -> None:
+    change_config(checkpoint, tie_word_embeddings=True)
+    change_tensors(checkpoint, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2)}))
+    model = load(checkpoint)
+    assert model.lm_head is model.embeddings
+
+
+def test_tensors_come_in_the_wanted_dtype(checkpoint: Path) -> None:
+    model = load_model(
+        load_model_info(checkpoint), dtype=torch.bfloat16, device=torch.device("cpu"), progress=False
+    )
+    moe = model.layers[-1].mlp
+    assert isinstance(moe, MoE)
+    assert model.dtype == moe.gate_up.dtype == torch.bfloat16
+    assert moe.gate.dtype == torch.float32, "the router computes in float32 whatever the model's dtype"
 
 
 def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
@@ -118,6 +152,7 @@ def test_fused_experts_are_named(checkpoint: Path) -> None:
         ({"use_qk_norm": False}, "QK norm"),
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu'"),
         ({"use_sliding_window": True}, "`use_sliding_window`"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"`layer_types` \['sliding_attention'\]"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "'yarn' is not supported"),
         ({"n_group": 3}, "`num_experts` .* multiple of `n_group`"),
         ({"num_key_value_heads": 4}, "`num_attention_heads` .* multiple of"),

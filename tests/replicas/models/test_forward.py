@@ -1,4 +1,4 @@
-"""Forwards against transformers and against a token-by-token reference; the goldens are in test_verify."""
+"""Forwards against transformers and against a token-by-token reference."""
 
 from __future__ import annotations
 
