@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from replicas.engine.core import EngineCore
@@ -294,12 +295,12 @@ def _comparable(report: FileReport, cases: list[dict[str, Any]], dtype: str) -> 
 def _logprob_error(output: RequestOutput, expected: list[dict[str, Any]]) -> float:
     if output.logprobs is None or len(output.logprobs) != len(expected):
         return float("inf")
-    error = 0.0
+    errors = []
     for got, want in zip(output.logprobs, expected, strict=True):
         top = dict(got.top)
-        error = max(error, abs(got.logprob - want["logprob"]))
-        error = max([error, *(abs(top.get(token, float("inf")) - value) for token, value in want["top5"])])
-    return error
+        errors.append(abs(got.logprob - want["logprob"]))
+        errors += [abs(top.get(token, float("inf")) - value) for token, value in want["top5"]]
+    return float(np.max(errors))  # unlike max(), it keeps a NaN
 
 
 def _first_difference(got: Sequence[Any], expected: Sequence[Any]) -> str:
