@@ -84,6 +84,9 @@ def run_verify(
 
 def _verify_directory(directory: Path, concurrent: int, dtype: str) -> Iterator[FileReport | str]:
     """A report per reference file, or one line for what cannot be read."""
+    if not directory.exists():
+        yield f"{directory}: no such directory"
+        return
     try:
         info = load_model_info(directory)
         model = load_model(info, dtype=getattr(torch, dtype), device=torch.device("cpu"), progress=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ def verify_forwards(report: FileReport, model: DecoderModel, info: ModelInfo, fi
     expert changes a whole row. Those choices are decisions, not arithmetic: they are taken from the float32
     model (whose choices router.npz checks), and the differing ones are counted in the report.
     """
-    data = np.load(file)
+    data = _read(file)
     replay = None
     if dtype != "float32" and _moe_layers(model):
         reference = load_model(info, dtype=torch.float32, device=model.device, progress=False)
@@ -166,7 +167,7 @@ class ExpertReplay:
 def verify_routers(report: FileReport, model: DecoderModel, file: Path, dtype: str) -> None:
     """Expert ids as sets, their weights, and the output of each MoE layer; the output alone below float32,
     since rounding the input decides near ties the other way."""
-    data = np.load(file)
+    data = _read(file)
     for name in _names(data, "_x"):
         moe = model.layers[int(name.removeprefix("layer"))].mlp
         if not isinstance(moe, MoE):
@@ -191,7 +192,7 @@ def verify_routers(report: FileReport, model: DecoderModel, file: Path, dtype: s
 
 def verify_filters(report: FileReport, file: Path) -> None:
     """Distributions after temperature, top-k and top-p; greedy tokens and confidences. Always float32."""
-    data = np.load(file)
+    data = _read(file)
     logits = torch.from_numpy(data["logits"])
     rows = len(logits)
     for j, (temperature, top_k, top_p) in enumerate(data["grid_temperature_topk_topp"].tolist()):
@@ -215,6 +216,14 @@ def largest_error(got: np.ndarray, expected: np.ndarray) -> float:
     if got.shape != expected.shape:
         raise ValueError(f"shape {got.shape}, the reference has {expected.shape}")
     return float(np.abs(got.astype(np.float64) - expected).max())
+
+
+def _read(file: Path) -> np.lib.npyio.NpzFile:
+    try:
+        return np.load(file)
+    except (ValueError, EOFError, BadZipFile) as error:
+        # numpy's own message for anything that is no archive recommends to unpickle it.
+        raise ValueError("not a readable .npz file (truncated?)") from error
 
 
 def _tolerance(expected: np.ndarray, dtype: str) -> float:

@@ -195,7 +195,7 @@ def test_an_engine_that_keeps_the_kv_of_the_last_denoising_forward_is_found(
 def test_a_missing_directory_does_not_hide_the_others(small: Path, tmp_path: Path) -> None:
     status, text = verify(tmp_path / "nowhere", small)
     assert status == 1
-    assert "nowhere" in text
+    assert f"{tmp_path / 'nowhere'}: no such directory" in text
     assert "generate_llada20.json: 3/3 equal" in text
 
 
@@ -228,7 +228,7 @@ def test_a_torn_archive_is_found(small: Path) -> None:
     (small / "forward.npz").write_bytes(content[: len(content) // 2])
     status, text = verify(small)
     assert status == 1
-    assert f"{small / 'forward.npz'}: BadZipFile" in text
+    assert f"{small / 'forward.npz'}: ValueError: not a readable .npz file (truncated?)" in text
 
 
 def test_a_damaged_checkpoint_is_one_line(small: Path) -> None:
