@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
-import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-for path in (str(ROOT), str(ROOT / "tests")):
-    if path not in sys.path:
-        sys.path.insert(0, path)
+from local_ports import ROOT, free_port
 
 CLUSTER_ENV = {
     # On a busy machine the default of 5 s replaces a proxy that is only slow to start.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

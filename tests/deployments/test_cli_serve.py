@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import yaml
-from conftest import ROOT, free_port
+from local_ports import ROOT, free_port
 
 from configs.schema import AutoscalingConfig, BlockserveConfig, IngressConfig, ModelConfig, ReplicaResources
 from deployments import cli

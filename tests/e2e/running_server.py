@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import yaml
+from local_ports import free_port
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 START_TIMEOUT_S = 240
@@ -71,12 +71,6 @@ class Server:
 
 def golden(name: str, file: str) -> list[dict]:
     return json.loads((GOLDEN / name / file).read_text())
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @contextlib.contextmanager
