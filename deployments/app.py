@@ -64,6 +64,7 @@ def _engine_deployment(model: ModelConfig, name: str) -> serve.Deployment:
         name=name,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         max_constructor_retry_count=MAX_LOAD_ATTEMPTS,
+        logging_config={"enable_access_log": False},  # a line for every poll of its load, every second
         ray_actor_options={"num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus},
         health_check_period_s=resources.health_check_period_s,
         health_check_timeout_s=resources.health_check_timeout_s,

@@ -84,14 +84,18 @@ async def collect_all(
     return await asyncio.gather(*(collect(dispatcher, one) for one in requests))
 
 
-async def idle_within(dispatcher: BatchingDispatcher, seconds: float) -> float:
-    """Seconds until no replica has a live request (asked directly, not by the poll)."""
+async def live_at_most(dispatcher: BatchingDispatcher, most: int, seconds: float) -> float:
+    """Seconds until the replicas, asked directly, have at most ``most`` live requests."""
     loop = asyncio.get_running_loop()
     start = loop.time()
     while True:
         answers = await dispatcher._handles["fake"].broadcast("engine_stats").results_async(timeout_s=5)
         live = sum(stats.waiting + stats.running for _, stats in answers)
-        if live == 0:
+        if live <= most:
             return loop.time() - start
         assert loop.time() - start < seconds, f"{live} requests are still live"
         await asyncio.sleep(0.01)
+
+
+async def idle_within(dispatcher: BatchingDispatcher, seconds: float) -> float:
+    return await live_at_most(dispatcher, 0, seconds)

@@ -146,13 +146,12 @@ async def test_a_second_replica_comes_under_load_and_goes_again(serve_url: str) 
         async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=100)) as client:
             start = time.monotonic()
             load = [
-                asyncio.create_task(client.post(f"{url}/v1/completions", json=body(max_tokens=60)))
+                asyncio.create_task(client.post(f"{url}/v1/completions", json=body(max_tokens=40)))
                 for _ in range(30)
             ]
             while len(await asyncio.to_thread(replica_stats, "scale")) < 2:
                 assert time.monotonic() - start < 20
                 await asyncio.sleep(0.2)
-            print(f"the second replica came after {time.monotonic() - start:.1f} s")
             # What comes now finds the second replica.
             late = [client.post(f"{url}/v1/completions", json=body()) for _ in range(4)]
             responses = await asyncio.gather(*load, *late)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_engine import BAD, CRASH, HANG, KILL, expected_tokens
-from probe import collect, collect_all, fake_config, idle_within, probe_app, request
+from probe import collect, collect_all, fake_config, idle_within, live_at_most, probe_app, request
 
 Run = Callable[..., Any]
 
@@ -66,22 +66,38 @@ def test_unknown_model_and_passed_deadline_are_outputs_with_errors(one_replica: 
     assert late.error.code == "deadline_exceeded"
 
 
-def test_one_reader_leaves_and_the_others_go_on(one_replica: Run) -> None:
+def test_readers_leave_and_the_others_go_on(two_replicas: Run) -> None:
     async def scenario(dispatcher):
-        async def leave_after_two():
-            stream = dispatcher.stream(request("leaver", 5, max_tokens=1000))
+        async def leave_at_once(one):
+            stream = dispatcher.stream(one)
             async for _ in stream:
                 break
             await stream.aclose()
 
-        stay = [request(f"stay-{i}", i, max_tokens=50) for i in range(3)]
-        _, *outputs = await asyncio.gather(leave_after_two(), *(collect(dispatcher, r) for r in stay))
-        took = await idle_within(dispatcher, 1)  # the leaver alone would run for ten seconds
-        return [o.new_token_ids for o in outputs], [expected_tokens(r) for r in stay], took
+        # Two batches of four, a replica each; half of each leaves, all in the same moment.
+        stay = [request(f"stay-{i}", i, max_tokens=150) for i in range(4)]
+        leave = [request(f"leave-{i}", i, max_tokens=1000) for i in range(4)]
+        order = [one for pair in zip(stay, leave, strict=True) for one in pair]
+        tasks = [
+            asyncio.create_task(leave_at_once(one) if one in leave else collect(dispatcher, one))
+            for one in order
+        ]
+        await asyncio.gather(*(task for task, one in zip(tasks, order, strict=True) if one in leave))
+        took = await live_at_most(dispatcher, 4, 1)
+        still_running = [task for task in tasks if not task.done()]
+        outputs = [await task for task, one in zip(tasks, order, strict=True) if one in stay]
+        await idle_within(dispatcher, 1)
+        return (
+            [o.new_token_ids for o in outputs],
+            [expected_tokens(r) for r in stay],
+            took,
+            len(still_running),
+        )
 
-    tokens, expected, took = one_replica(scenario)
-    assert tokens == expected
+    tokens, expected, took, still_running = two_replicas(scenario)
     assert took < 0.5
+    assert still_running == 4  # the leavers' slots were free before the others had ended
+    assert tokens == expected
 
 
 @pytest.mark.parametrize("when", ["streaming", "not dispatched yet", "all of a batch"])
