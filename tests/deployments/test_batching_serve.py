@@ -59,7 +59,7 @@ def test_unknown_model_and_passed_deadline_are_outputs_with_errors(one_replica: 
 
         unknown = await collect(dispatcher, replace(request("unknown"), model="nope"))
         late = await collect(dispatcher, request("late", 1, max_tokens=500, deadline=time.time() + 0.3))
-        return unknown, late, await idle_within(dispatcher, 1)
+        return unknown, late, await idle_within(dispatcher, 5)
 
     unknown, late, _ = one_replica(scenario)
     assert unknown.error.code == "model_not_found"
@@ -75,18 +75,18 @@ def test_readers_leave_and_the_others_go_on(two_replicas: Run) -> None:
             await stream.aclose()
 
         # Two batches of four, a replica each; half of each leaves, all in the same moment.
-        stay = [request(f"stay-{i}", i, max_tokens=150) for i in range(4)]
-        leave = [request(f"leave-{i}", i, max_tokens=1000) for i in range(4)]
+        stay = [request(f"stay-{i}", i, max_tokens=500) for i in range(4)]
+        leave = [request(f"leave-{i}", i, max_tokens=3000) for i in range(4)]
         order = [one for pair in zip(stay, leave, strict=True) for one in pair]
         tasks = [
             asyncio.create_task(leave_at_once(one) if one in leave else collect(dispatcher, one))
             for one in order
         ]
         await asyncio.gather(*(task for task, one in zip(tasks, order, strict=True) if one in leave))
-        took = await live_at_most(dispatcher, 4, 1)
+        took = await live_at_most(dispatcher, 4, 10)
         still_running = [task for task in tasks if not task.done()]
         outputs = [await task for task, one in zip(tasks, order, strict=True) if one in stay]
-        await idle_within(dispatcher, 1)
+        await idle_within(dispatcher, 5)
         return (
             [o.new_token_ids for o in outputs],
             [expected_tokens(r) for r in stay],
@@ -95,7 +95,7 @@ def test_readers_leave_and_the_others_go_on(two_replicas: Run) -> None:
         )
 
     tokens, expected, took, still_running = two_replicas(scenario)
-    assert took < 0.5
+    assert took < 4
     assert still_running == 4  # the leavers' slots were free before the others had ended
     assert tokens == expected
 
@@ -113,11 +113,11 @@ def test_leaving_frees_the_engine(one_replica: Run, when: str) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         if when == "not dispatched yet":
             await asyncio.sleep(0.2)
-        took = await idle_within(dispatcher, 2)
+        took = await idle_within(dispatcher, 5)
         return took, len(dispatcher._tasks)
 
     took, tasks = one_replica(scenario)
-    assert took < 0.5
+    assert took < 3  # alone they would run for ten seconds and more
     assert tasks <= 3  # the poll, and at most the tail of the last batch
 
 
@@ -127,7 +127,7 @@ def test_a_slow_reader_is_cancelled_and_memory_is_bounded(one_replica: Run) -> N
         await anext(slow)
         quick = await collect(dispatcher, request("quick", 3, max_tokens=100))
         await asyncio.sleep(0.3)
-        took = await idle_within(dispatcher, 1)  # cancelled though its reader has not left
+        took = await idle_within(dispatcher, 5)  # cancelled though its reader has not left
         rest = [output async for output in slow]
         return rest, quick.error, took
 
@@ -135,7 +135,7 @@ def test_a_slow_reader_is_cancelled_and_memory_is_bounded(one_replica: Run) -> N
     assert rest[-1].error.code == "slow_consumer"
     assert sum(len(output.new_token_ids) for output in rest) <= 50
     assert quick_error is None
-    assert took < 0.5
+    assert took < 3  # alone they would run for ten seconds and more
 
 
 def test_a_request_id_in_use_is_refused(one_replica: Run) -> None:
