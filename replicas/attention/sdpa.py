@@ -40,6 +40,8 @@ def paged_attention(
     rows = attention_rows(metadata, k_cache.shape[1]) if rows is None else rows
     output = torch.empty_like(q)
     for row in rows:
+        if row.start == row.end:
+            continue
         query = q[row.start : row.end]
         if not row.seq_len:
             output[row.start : row.end] = 0
@@ -74,7 +76,7 @@ def paged_attention_with_lse(
     output = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
     for row in attention_rows(metadata, k_cache.shape[1]):
-        if not row.seq_len:
+        if not row.seq_len or row.start == row.end:
             continue
         key, value = _keys(k_cache, row).float(), _keys(v_cache, row).float()
         folded = _fold(q[row.start : row.end].float(), key.shape[1])

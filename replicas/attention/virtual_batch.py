@@ -28,7 +28,8 @@ def make_block_causal_virtual_batches(attn_metadata: Metadata, block_length: int
     serves prefill chunks, denoising blocks and commit + next block pairs (2B queries) together. Every key of
     a block that a query belongs to must be in the cache or in this step: chunk borders are block borders.
 
-    Raises ``ValueError`` for a ``block_length`` that is not a positive integer.
+    Raises ``ValueError`` for a ``block_length`` that is not a positive integer, and for a request with more query
+    tokens than keys.
     """
     block_length = _integer(block_length, "block_length", minimum=1)
     metadata: Any = attn_metadata
@@ -38,6 +39,10 @@ def make_block_causal_virtual_batches(attn_metadata: Metadata, block_length: int
     owners: list[int] = []
     for r, seq_len in enumerate(metadata.seq_lens.tolist()):
         begin = seq_len - (starts[r + 1] - starts[r])
+        if begin < 0:
+            raise ValueError(
+                f"request {r}: {seq_len - begin} query tokens, but `seq_lens` has {seq_len} keys only"
+            )
         while begin < seq_len:
             end = min(seq_len, (begin // block_length + 1) * block_length)
             q_lens.append(end - begin)
@@ -80,12 +85,20 @@ def make_block_attention_virtual_batches(
     pages and lengths alone cannot say it.
 
     Raises ``ValueError`` for a count that is no non-negative integer, for a number of counts that is not
-    the number of requests, and for a block whose pages the block table does not have.
+    the number of requests, for a request with more query tokens than one block (the fused form takes those),
+    and for a block whose pages the block table does not have.
     """
     metadata: Any = attn_metadata
     block_size = _integer(block_size, "block_size", minimum=1)
     page_size = _integer(page_size, "page_size", minimum=1)
     prefixes = _prefix_lengths(num_prefix_tokens, metadata.num_reqs)
+    starts = metadata.query_start_loc_cpu.tolist()
+    for r in range(len(prefixes)):
+        if starts[r + 1] - starts[r] > block_size:
+            raise ValueError(
+                f"request {r}: {starts[r + 1] - starts[r]} query tokens do not fit one block of {block_size}; "
+                "make_block_causal_virtual_batches takes several blocks"
+            )
     table = metadata.block_table_tensor
     first = [prefix // page_size for prefix in prefixes]
     last = [-(-(prefix + block_size) // page_size) for prefix in prefixes]
@@ -136,11 +149,12 @@ def _chunk(
 
 
 def _replace(metadata: Any, **changes: Any) -> Any:
-    """A shallow copy with ``changes``. Copies of ``seq_lens`` that the class keeps beside it (vLLM's
-    ``_seq_lens_cpu`` and kin) are dropped: they would describe the old rows."""
+    """A shallow copy with ``changes``. What the class keeps beside ``seq_lens``, copies of it and private caches of
+    what follows from it (vLLM's ``_seq_lens_cpu``, ``_num_computed_tokens_cache``), is dropped: it would describe
+    the old rows."""
     result = copy.copy(metadata)
     for name in vars(metadata):
-        if name != "seq_lens" and "seq_lens" in name:
+        if name != "seq_lens" and ("seq_lens" in name or name.startswith("_")):
             setattr(result, name, None)
     for name, value in changes.items():
         setattr(result, name, value)

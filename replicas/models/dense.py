@@ -59,7 +59,7 @@ def load_decoder(
         )
     if config.get("tie_word_embeddings"):
         lm_head = embeddings
-        weights.ignore("lm_head.weight")  # some exports hold the tied tensor twice
+        weights.expect_copy("lm_head.weight", embeddings)  # some exports hold the tied tensor twice
     else:
         lm_head = weights.take("lm_head.weight", vocab, hidden)
     return DecoderModel(
@@ -93,9 +93,24 @@ def _attention(info: ModelInfo, weights: CheckpointWeights, prefix: str, shape: 
     )
 
 
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def check_plain(info: ModelInfo) -> None:
-    """Raises ``ModelLoadError`` for options that would change the result and are not implemented."""
+    """Raises ``ModelLoadError`` for sizes that no model has, and for options that would change the result and are
+    not implemented."""
     config: dict[str, Any] = info.config
+    sizes = {key: config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    for key in ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size"):
+        if config.get(key) is not None:
+            sizes[key] = config[key]
+    for key, value in sizes.items():
+        if not is_count(value):
+            raise ModelLoadError(f"{info.path}: `{key}` must be a positive integer, got {value!r}")
+    eps = config["rms_norm_eps"]
+    if not isinstance(eps, int | float) or eps < 0:
+        raise ModelLoadError(f"{info.path}: `rms_norm_eps` must be a number of at least 0, got {eps!r}")
     if config.get("hidden_act", "silu") != "silu":
         raise ModelLoadError(
             f"{info.path}: `hidden_act` {config['hidden_act']!r} is not supported, only 'silu'"

@@ -40,7 +40,9 @@ class RotaryEmbedding:
 
     def __init__(self, config: dict[str, Any], rotary_dim: int, max_positions: int, device: torch.device):
         # transformers 5 writes rope_parameters, older versions rope_theta and rope_scaling.
-        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(parameters, dict):
+            raise ModelLoadError(f"`rope_parameters` and `rope_scaling` must be objects, got {parameters!r}")
         theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
         frequencies = self._scale(1.0 / theta**exponents, parameters)

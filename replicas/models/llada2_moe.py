@@ -14,7 +14,7 @@ import torch
 from replicas.errors import ModelLoadError
 from replicas.model_info import ModelInfo
 from replicas.models.decoder import DecoderLayer, DecoderModel
-from replicas.models.dense import MLP, check_plain
+from replicas.models.dense import MLP, check_plain, is_count
 from replicas.models.layers import Attention, AttentionShape, RotaryEmbedding, SwiGLU
 from replicas.models.moe import MoE, load_experts, sigmoid_group_top_k
 from replicas.models.weights import CheckpointWeights
@@ -29,11 +29,22 @@ def load_llada2_moe(info: ModelInfo, weights: CheckpointWeights, device: torch.d
             raise ModelLoadError(f"{info.path}: `{key}` is not supported")
     if config.get("use_qk_norm") is False:
         raise ModelLoadError(f"{info.path}: LLaDA2 without QK norm (`use_qk_norm` false) is not supported")
+    sizes = {key: config[key] for key in ("num_experts", "num_experts_per_tok", "n_group", "topk_group")}
+    for key, value in sizes.items():
+        if not is_count(value):
+            raise ModelLoadError(f"{info.path}: `{key}` must be a positive integer, got {value!r}")
     experts, groups = config["num_experts"], config["n_group"]
     if experts % groups or not 1 <= config["topk_group"] <= groups:
         raise ModelLoadError(
             f"{info.path}: `num_experts` ({experts}) must be a multiple of `n_group` ({groups}), and `topk_group` "
             f"({config['topk_group']}) at most `n_group`"
+        )
+    reachable = experts // groups * config["topk_group"]
+    if config["num_experts_per_tok"] > reachable:
+        # The top-k would go on into the groups that are out.
+        raise ModelLoadError(
+            f"{info.path}: `num_experts_per_tok` ({config['num_experts_per_tok']}) must be at most the {reachable} "
+            f"experts of `topk_group` ({config['topk_group']}) groups"
         )
     hidden, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_attention_heads"]
     shape = AttentionShape(
@@ -57,7 +68,7 @@ def load_llada2_moe(info: ModelInfo, weights: CheckpointWeights, device: torch.d
         )
     tied = bool(config.get("tie_word_embeddings"))
     if tied:
-        weights.ignore("lm_head.weight")  # some exports hold the tied tensor twice
+        weights.expect_copy("lm_head.weight", embeddings)  # some exports hold the tied tensor twice
     rotary_dim = int(shape.head_dim * config.get("partial_rotary_factor", 1.0))
     return DecoderModel(
         embeddings=embeddings,

@@ -6,9 +6,10 @@ from functools import partial
 
 import torch
 
+from replicas.errors import ModelLoadError
 from replicas.model_info import ModelInfo
 from replicas.models.decoder import DecoderModel
-from replicas.models.dense import MLP, load_decoder
+from replicas.models.dense import MLP, is_count, load_decoder
 from replicas.models.layers import SwiGLU
 from replicas.models.moe import MoE, load_experts, softmax_top_k
 from replicas.models.weights import CheckpointWeights
@@ -19,10 +20,13 @@ def load_qwen3_moe(info: ModelInfo, weights: CheckpointWeights, device: torch.de
     config = info.config
     # transformers 5 writes `num_local_experts`, the released checkpoints have `num_experts`.
     experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
+    top_k = config["num_experts_per_tok"]
+    if experts and not (is_count(experts) and is_count(top_k) and top_k <= experts):
+        raise ModelLoadError(
+            f"{info.path}: `num_experts_per_tok` must be 1 to the number of experts ({experts!r}), got {top_k!r}"
+        )
     hidden = config["hidden_size"]
-    routing = partial(
-        softmax_top_k, k=config["num_experts_per_tok"], normalize=bool(config.get("norm_topk_prob"))
-    )
+    routing = partial(softmax_top_k, k=top_k, normalize=bool(config.get("norm_topk_prob")))
 
     def mlp(layer: int) -> MLP:
         prefix = f"model.layers.{layer}.mlp"

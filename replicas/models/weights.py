@@ -91,9 +91,14 @@ class CheckpointWeights:
         self._bar.update()
         return tensor.to(device=self._device, dtype=dtype or self._dtype)
 
-    def ignore(self, name: str) -> None:
-        """Counts ``name`` as known although it is not needed."""
-        self._taken.add(name)
+    def expect_copy(self, name: str, of: torch.Tensor) -> None:
+        """Accepts ``name`` as a second copy of a tied tensor. Raises ``ModelLoadError`` when it is there and differs:
+        transformers then uses it untied, so leaving it out would give other logits."""
+        if name in self and not torch.equal(self.take(name, *of.shape), of):
+            raise ModelLoadError(
+                f"{self._path}: `tie_word_embeddings` is true, but {name!r} differs from the embeddings; set it to "
+                "false in config.json if that tensor is the output head"
+            )
 
     def _index(self) -> dict[str, Path]:
         """Tensor name -> file."""

@@ -78,12 +78,27 @@ def test_a_wrong_index_is_named(checkpoint: Path, index: str, message: str) -> N
         load(checkpoint)
 
 
-@pytest.mark.parametrize("checkpoint", ["llada2_b8", "qwen3_dense_tied"], indirect=True)
-def test_a_tied_head_may_be_stored_twice(checkpoint: Path) -> None:
+TIED = {"llada2_b8": "model.word_embeddings.weight", "qwen3_dense_tied": "model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize(("checkpoint", "embeddings"), TIED.items(), indirect=["checkpoint"])
+def test_a_tied_head_may_be_stored_twice(checkpoint: Path, embeddings: str) -> None:
     change_config(checkpoint, tie_word_embeddings=True)
-    change_tensors(checkpoint, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2)}))
+    change_tensors(checkpoint, lambda t: t.update({"lm_head.weight": t[embeddings].clone()}))
     model = load(checkpoint)
     assert model.lm_head is model.embeddings
+
+
+@pytest.mark.parametrize(("checkpoint", "embeddings"), TIED.items(), indirect=["checkpoint"])
+def test_a_tied_head_that_differs_is_named(checkpoint: Path, embeddings: str) -> None:
+    """transformers uses such a head; to leave it out would serve other logits."""
+    change_config(checkpoint, tie_word_embeddings=True)
+    change_tensors(checkpoint, lambda t: t.update({"lm_head.weight": t[embeddings] + 1}))
+    with pytest.raises(ModelLoadError, match=r"'lm_head\.weight' differs from the embeddings"):
+        load(checkpoint)
+    change_tensors(checkpoint, lambda t: t.update({"lm_head.weight": torch.zeros(2)}))
+    with pytest.raises(ModelLoadError, match=r"'lm_head\.weight' has shape \[2\]"):
+        load(checkpoint)
 
 
 def test_tensors_come_in_the_wanted_dtype(checkpoint: Path) -> None:
