@@ -83,7 +83,9 @@ def load_model_info(
 
     if architecture not in DIFFUSION_ARCHITECTURES:
         if block_length is not None:
-            raise ModelLoadError(f"{path}: `block_length` applies to LLaDA2 models only, not to {architecture}")
+            raise ModelLoadError(
+                f"{path}: `block_length` applies to LLaDA2 models only, not to {architecture}"
+            )
         eos = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
         eos = eos or _ids(added.get(_token_text(tokenizer.get("eos_token"))))
         return ModelInfo(path, architecture, int(config["vocab_size"]), limit, eos, config=config)
