@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "file", type=Path, metavar="FILE", help="a Serve YAML file, such as configs/local.yaml"
     )
-    serve.add_argument("--port", type=int, help="instead of the file's http_options.port")
+    serve.add_argument("--port", type=_port, help="instead of the file's http_options.port")
     serve.add_argument("--host", help="instead of the file's http_options.host")
     serve.add_argument(
         "--address", help="a running Ray cluster (`auto` or host:port); default: start one here"
@@ -162,6 +162,12 @@ def needed_cpus(configs: dict[str, BlockserveConfig]) -> int:
     return math.ceil(total)
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"must be 1 to 65535, got {text!r}")
+    return int(text)
+
+
 def _check_port(host: str, port: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -170,7 +176,7 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise CliError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another port with --port"
+                f"cannot listen on {host}:{port} ({error.strerror}); --host and --port choose another address"
             ) from error
 
 
@@ -210,7 +216,10 @@ def _start_ray(address: str | None, configs: dict[str, BlockserveConfig]) -> Non
         except Exception as error:  # Ray raises bare Exceptions here
             ray.shutdown()
             if attempt == RAY_START_ATTEMPTS or address is not None:
-                raise CliError(f"Ray did not start: {' '.join(str(error).split())}") from error
+                reason = " ".join(str(error).split())
+                raise CliError(
+                    f"Ray did not start; on a busy machine another try may do. {reason}"
+                ) from error
 
 
 def _raise_on_signals() -> None:

@@ -133,10 +133,12 @@ def create_app(
     async def retrieve_model(model_id: str) -> dict[str, Any]:
         return model_object(find(model_id))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         states = await dispatcher.model_states()

@@ -100,6 +100,14 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, capsys)
     assert f"127.0.0.1:{port}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("port", ["0", "99999", "-1", "http"])
+def test_a_port_that_cannot_be_is_named(port: str, capsys) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["serve", "configs/local.yaml", f"--port={port}"])
+    assert exit_.value.code == 2
+    assert f"argument --port: must be 1 to 65535, got '{port}'" in capsys.readouterr().err
+
+
 def test_a_model_that_is_nowhere_is_named_before_anything_starts(tmp_path: Path, capsys) -> None:
     path = write_config(tmp_path, {"name": "gone", "path": "/no/such/folder"}, port=free_port())
     assert cli.main(["serve", str(path)]) == 1

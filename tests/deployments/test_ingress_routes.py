@@ -217,6 +217,7 @@ async def test_health_ready_version_and_page():
     dispatcher = FakeDispatcher(says(QWEN, ""))
     async with client_for(dispatcher) as client:
         assert (await client.get("/health")).status_code == 200
+        assert (await client.head("/health")).status_code == 200
         dispatcher.states = {"org/llada": ModelState(False, "loading weights"), "qwen": up()}
         response = await client.get("/ready")
         assert response.status_code == 503
