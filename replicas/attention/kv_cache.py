@@ -36,6 +36,11 @@ class KVCache:
         elements = 2 * model.num_layers * max_model_len * model.num_kv_heads * model.head_dim
         return elements * torch.empty((), dtype=model.dtype).element_size()
 
+    def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
+        """Copies the keys and values of the first ``num_tokens`` positions from one slot to another."""
+        for cache in (*self.k, *self.v):
+            cache[target, :num_tokens].copy_(cache[source, :num_tokens])
+
     @property
     def page_size(self) -> int:
         return self.k[0].shape[1]

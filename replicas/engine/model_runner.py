@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,54 @@ from replicas.attention.kv_cache import KVCache
 from replicas.attention.metadata import CommonAttentionMetadata
 from replicas.attention.virtual_batch import make_block_causal_virtual_batches
 from replicas.engine.request_state import RowInput
+
+#: Rows of logits that exist at once: float32 [rows, vocabulary] of all masked positions would be gigabytes.
+LOGITS_ROWS = 256
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """All that a forward depends on, in numbers only: every tensor-parallel rank runs the same one.
+
+    ``token_ids`` int64 [T]: the tokens of all rows, one row after another. ``starts``, ``lengths``, ``slots`` int32 [R]:
+    row r computes ``lengths[r]`` tokens at positions ``starts[r]``, ... of KV slot ``slots[r]``. ``logit_rows`` int64
+    [L]: indices into T whose logits are wanted. ``copies``: (from slot, to slot, tokens): prefixes that are copied
+    before the forward, in this order.
+    """
+
+    token_ids: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    slots: np.ndarray
+    logit_rows: np.ndarray
+    copies: tuple[tuple[int, int, int], ...] = field(default=())
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[tuple[int, RowInput]], copies: Sequence[tuple[int, int, int]] = ()
+    ) -> StepInput:
+        """From (slot, input) pairs; logits are wanted at each row's ``decide``."""
+        lengths = np.array([len(row.token_ids) for _, row in rows], dtype=np.int32)
+        first = np.cumsum(lengths) - lengths
+        return cls(
+            token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for _, row in rows]),
+            starts=np.array([row.start for _, row in rows], dtype=np.int32),
+            lengths=lengths,
+            slots=np.array([slot for slot, _ in rows], dtype=np.int32),
+            logit_rows=np.concatenate(
+                [
+                    np.asarray(row.decide, dtype=np.int64) + start
+                    for (_, row), start in zip(rows, first, strict=True)
+                ]
+            ),
+            copies=tuple(copies),
+        )
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int64 [T]"""
+        first = np.cumsum(self.lengths) - self.lengths
+        return np.arange(len(self.token_ids)) + np.repeat(self.starts - first, self.lengths)
 
 
 class ModelRunner:
@@ -35,50 +84,53 @@ class ModelRunner:
         #: The largest number of requests that one forward has served.
         self.max_requests = 0
 
-    def forward(self, rows: Sequence[tuple[int, RowInput]]) -> torch.Tensor:
-        """Hidden states [tokens of all rows, hidden size], in the order of ``rows``: (slot, input) pairs."""
-        lengths = np.array([len(row.token_ids) for _, row in rows], dtype=np.int32)
-        positions = np.concatenate(
-            [np.arange(row.start, row.start + len(row.token_ids), dtype=np.int64) for _, row in rows]
-        )
-        slots = np.array([slot for slot, _ in rows], dtype=np.int32)
-        token_ids = np.array([token for _, row in rows for token in row.token_ids], dtype=np.int64)
-        hidden = self._model.forward(
-            self._to_device(token_ids),
-            self._to_device(positions),
-            self._kv_cache,
-            self._metadata(rows, lengths, slots, positions),
-        )
+    def forward(
+        self, rows: Sequence[tuple[int, RowInput]], copies: Sequence[tuple[int, int, int]] = ()
+    ) -> Iterator[torch.Tensor]:
+        """One forward for (slot, input) pairs. Yields logits float32 [n, vocab_size] of the decided positions, in the
+        order of ``rows``, at most ``LOGITS_ROWS`` at a time; the caller may overwrite them. To be read to the end."""
+        step = StepInput.of(rows, copies)
+        yield from self.run(step)
         self.num_forwards += 1
         self.num_prefill_tokens += sum(row.num_prompt_tokens for _, row in rows)
         self.max_requests = max(self.max_requests, len(rows))
         if self._block_length is not None:
             self.num_denoise_rows += sum(bool(row.decide) for _, row in rows)
-        return hidden
+
+    @torch.inference_mode()
+    def run(self, step: StepInput) -> Iterator[torch.Tensor]:
+        """The part that every rank runs: copies, forward, logits in chunks."""
+        for source, target, num_tokens in step.copies:
+            self._kv_cache.copy_prefix(source, target, num_tokens)
+        positions = step.positions
+        hidden = self._model.forward(
+            self._to_device(step.token_ids),
+            self._to_device(positions),
+            self._kv_cache,
+            self._metadata(step, positions),
+            output_rows=self._to_device(step.logit_rows),
+        )
+        for part in hidden.split(LOGITS_ROWS):
+            if len(part):
+                yield self._model.compute_logits(part)
 
     def close(self) -> None:
         self._model = self._kv_cache = None
 
-    def _metadata(
-        self,
-        rows: Sequence[tuple[int, RowInput]],
-        lengths: np.ndarray,
-        slots: np.ndarray,
-        positions: np.ndarray,
-    ) -> CommonAttentionMetadata:
-        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=query_start_loc[1:])
-        seq_lens = np.array([row.start for _, row in rows], dtype=np.int32) + lengths
-        slot_mapping = np.repeat(slots.astype(np.int64), lengths) * self._max_model_len + positions
+    def _metadata(self, step: StepInput, positions: np.ndarray) -> CommonAttentionMetadata:
+        query_start_loc = np.zeros(len(step.lengths) + 1, dtype=np.int32)
+        np.cumsum(step.lengths, out=query_start_loc[1:])
+        seq_lens = step.starts + step.lengths
+        slot_mapping = np.repeat(step.slots.astype(np.int64), step.lengths) * self._max_model_len + positions
         metadata = CommonAttentionMetadata(
             query_start_loc=self._to_device(query_start_loc),
             query_start_loc_cpu=torch.from_numpy(query_start_loc),
             seq_lens=self._to_device(seq_lens),
-            num_reqs=len(rows),
-            num_actual_tokens=int(lengths.sum()),
-            max_query_len=int(lengths.max()),
+            num_reqs=len(step.lengths),
+            num_actual_tokens=len(step.token_ids),
+            max_query_len=int(step.lengths.max()),
             max_seq_len=int(seq_lens.max()),
-            block_table_tensor=self._to_device(slots[:, None]),
+            block_table_tensor=self._to_device(step.slots[:, None]),
             slot_mapping=self._to_device(slot_mapping),
             causal=self._block_length is None,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,6 @@ from replicas.protocol import (
 )
 
 logger = logging.getLogger(__name__)
-
-#: Rows of logits that exist at once: float32 [rows, vocabulary] of all masked positions would be gigabytes.
-_LOGITS_ROWS = 256
 
 
 class SlotEngine(ABC):
@@ -159,8 +156,9 @@ class SlotEngine(ABC):
         if not batch:
             return outputs
         with torch.inference_mode():
-            hidden = self.runner.forward([(self._slot(state), row) for state, row in batch])
-            chosen = self._choose(hidden, batch)
+            chosen = self._choose(
+                self.runner.forward([(self._slot(state), row) for state, row in batch]), batch
+            )
         for (state, row), (tokens, confidence, logprobs) in zip(batch, chosen, strict=True):
             try:
                 output = state.apply(row, tokens, confidence, logprobs)
@@ -181,17 +179,14 @@ class SlotEngine(ABC):
         return state.slot
 
     def _choose(
-        self, hidden: torch.Tensor, batch: list[tuple[RequestState, RowInput]]
+        self, logits: Iterator[torch.Tensor], batch: list[tuple[RequestState, RowInput]]
     ) -> list[tuple[list[int], list[float], list[TokenLogprob] | None]]:
-        """Tokens, confidences and logprobs of each row of ``batch``; logits exist for decided rows only."""
+        """Tokens, confidences and logprobs of each row of ``batch``; ``logits`` come for decided positions only."""
         rows = SamplingRows()
-        indices: list[int] = []
         num_logprobs: list[int | None] = []
-        offset = 0
         for state, row in batch:
             sampling = state.request.sampling
-            for i, at in enumerate(row.decide):
-                indices.append(offset + at)
+            for i in range(len(row.decide)):
                 num_logprobs.append(sampling.logprobs)
                 rows.append(
                     temperature=sampling.temperature,
@@ -202,8 +197,7 @@ class SlotEngine(ABC):
                     step=row.step,
                     banned=row.banned[i],
                 )
-            offset += len(row.token_ids)
-        tokens, confidence, logprobs = self._select(hidden, indices, rows, num_logprobs)
+        tokens, confidence, logprobs = self._select(logits, rows, num_logprobs)
         result = []
         at = 0
         for _, row in batch:
@@ -214,14 +208,13 @@ class SlotEngine(ABC):
         return result
 
     def _select(
-        self, hidden: torch.Tensor, indices: list[int], rows: SamplingRows, num_logprobs: list[int | None]
+        self, parts: Iterator[torch.Tensor], rows: SamplingRows, num_logprobs: list[int | None]
     ) -> tuple[list[int], list[float], list[TokenLogprob | None]]:
         token_parts, confidence_parts = [], []
-        logprobs: list[TokenLogprob | None] = [None] * len(indices)
-        for start in range(0, len(indices), _LOGITS_ROWS):
-            end = min(start + _LOGITS_ROWS, len(indices))
-            picked = torch.tensor(indices[start:end], dtype=torch.int64, device=hidden.device)
-            logits = self.model.compute_logits(hidden[picked])
+        logprobs: list[TokenLogprob | None] = [None] * len(rows)
+        start = 0
+        for logits in parts:
+            end = start + len(logits)
             wanted = [i for i in range(start, end) if num_logprobs[i] is not None]
             # A copy, for the choice below overwrites the logits of banned tokens.
             raw = logits[[i - start for i in wanted]] if wanted else None
@@ -236,6 +229,7 @@ class SlotEngine(ABC):
                 )
                 for i, entry in zip(wanted, entries, strict=True):
                     logprobs[i] = entry
+            start = end
         if not token_parts:
             return [], [], []
         return torch.cat(token_parts).tolist(), torch.cat(confidence_parts).tolist(), logprobs

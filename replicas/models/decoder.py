@@ -56,9 +56,10 @@ class DecoderModel:
         kv_cache: KVCache,
         metadata: CommonAttentionMetadata,
         *,
+        output_rows: torch.Tensor | None = None,
         hidden_states: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the final norm, [tokens, hidden].
+        """Hidden states after the final norm, [tokens, hidden], or of ``output_rows`` (int64 [n]) only.
 
         ``input_ids``, ``positions``: int64 [tokens], the query tokens of all requests one after another. Their
         keys and values are written to ``kv_cache`` where ``metadata.slot_mapping`` says. ``hidden_states``, if
@@ -71,6 +72,11 @@ class DecoderModel:
             if hidden_states is not None:
                 hidden_states.append(x)
             x = x + layer.attention(rms_norm(x, layer.input_norm, self.eps), k_cache, v_cache, step)
+            if layer is self.layers[-1] and output_rows is not None:
+                # Keys and values are written; what follows is for the rows that are read only.
+                x = x[output_rows]
+                if not len(x):
+                    break
             x = x + layer.mlp(rms_norm(x, layer.post_attention_norm, self.eps))
         x = rms_norm(x, self.norm, self.eps)
         if hidden_states is not None:

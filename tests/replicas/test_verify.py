@@ -164,7 +164,7 @@ def test_more_forwards_than_needed_are_found(small: Path, monkeypatch: pytest.Mo
     forward = ModelRunner.forward
 
     def twice(self, rows):
-        forward(self, rows)
+        list(forward(self, rows))
         return forward(self, rows)
 
     monkeypatch.setattr(ModelRunner, "forward", twice)

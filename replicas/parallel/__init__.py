@@ -1,0 +1,1 @@
+"""Tensor parallelism: ranks, their collectives, and the processes that run them."""
