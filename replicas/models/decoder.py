@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from replicas.attention.kv_cache import KVCache
 from replicas.attention.metadata import CommonAttentionMetadata, attention_rows
 from replicas.models.layers import Attention, RotaryEmbedding, StepContext, rms_norm
+from replicas.models.linear import Linear
+from replicas.models.sharding import VocabularyEmbedding
+from replicas.parallel.group import SINGLE_RANK, TensorParallelGroup
 
 
 @dataclass(frozen=True)
@@ -22,31 +24,34 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """A decoder: embeddings, layers, final norm, output head.
+    """A decoder: embeddings, layers, final norm, output head; or one tensor-parallel rank's part of it.
 
-    ``embeddings`` and ``lm_head``: [vocab_size, hidden] (the same tensor when tied). Attributes
-    ``num_layers``, ``num_kv_heads``, ``head_dim``, ``vocab_size``, ``dtype``, ``device`` say what an engine must know.
+    ``lm_head``: this rank's rows of the output head. Attributes ``num_layers``, ``num_kv_heads`` (this rank's),
+    ``head_dim``, ``vocab_size``, ``dtype``, ``device`` say what an engine must know.
     """
 
     def __init__(
         self,
         *,
-        embeddings: torch.Tensor,
+        embeddings: VocabularyEmbedding,
         layers: list[DecoderLayer],
         norm: torch.Tensor,
         lm_head: torch.Tensor,
+        vocab_size: int,
         rotary: RotaryEmbedding,
         eps: float,
+        group: TensorParallelGroup = SINGLE_RANK,
     ) -> None:
-        self.embeddings, self.layers, self.norm, self.lm_head = embeddings, layers, norm, lm_head
-        self.rotary, self.eps = rotary, eps
+        self.embeddings, self.layers, self.norm = embeddings, layers, norm
+        self.lm_head = Linear(lm_head)
+        self.rotary, self.eps, self.group = rotary, eps, group
         shape = layers[0].attention.shape
         self.num_layers = len(layers)
         self.num_kv_heads = shape.num_kv_heads
         self.head_dim = shape.head_dim
-        self.vocab_size = embeddings.shape[0]
-        self.dtype = embeddings.dtype
-        self.device = embeddings.device
+        self.vocab_size = vocab_size
+        self.dtype = norm.dtype
+        self.device = norm.device
 
     @torch.inference_mode()
     def forward(
@@ -67,17 +72,19 @@ class DecoderModel:
         """
         cos, sin = self.rotary.at(positions, self.dtype)
         step = StepContext(cos, sin, metadata, attention_rows(metadata, kv_cache.page_size))
-        x = F.embedding(input_ids, self.embeddings)
+        x = self.embeddings(input_ids)
+        reduce = self.group.all_reduce
         for layer, k_cache, v_cache in zip(self.layers, kv_cache.k, kv_cache.v, strict=True):
             if hidden_states is not None:
                 hidden_states.append(x)
-            x = x + layer.attention(rms_norm(x, layer.input_norm, self.eps), k_cache, v_cache, step)
+            normed = rms_norm(x, layer.input_norm, self.eps)
+            x = x + reduce(layer.attention(normed, k_cache, v_cache, step))
             if layer is self.layers[-1] and output_rows is not None:
                 # Keys and values are written; what follows is for the rows that are read only.
                 x = x[output_rows]
                 if not len(x):
                     break
-            x = x + layer.mlp(rms_norm(x, layer.post_attention_norm, self.eps))
+            x = x + reduce(layer.mlp(rms_norm(x, layer.post_attention_norm, self.eps)))
         x = rms_norm(x, self.norm, self.eps)
         if hidden_states is not None:
             hidden_states.append(x)
@@ -86,5 +93,9 @@ class DecoderModel:
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits float32 [rows, vocab_size] of ``hidden`` [rows, hidden]; row i is for the token at its position
-        in block diffusion, for the next token in autoregressive models."""
-        return F.linear(hidden, self.lm_head).float()
+        in block diffusion, for the next token in autoregressive models. Tensor-parallel ranks other than 0 get
+        [0, vocab_size]."""
+        logits = self.group.gather(self.lm_head(hidden))
+        if logits is None:
+            return hidden.new_empty((0, self.vocab_size), dtype=torch.float32)
+        return logits[:, : self.vocab_size].float()

@@ -12,12 +12,13 @@ from replicas.errors import ModelLoadError
 from replicas.model_info import ModelInfo
 from replicas.models.decoder import DecoderLayer, DecoderModel
 from replicas.models.layers import Attention, AttentionShape, RotaryEmbedding, SwiGLU
+from replicas.models.sharding import Sharding, VocabularyEmbedding
 from replicas.models.weights import CheckpointWeights
 
 MLP = Callable[[torch.Tensor], torch.Tensor]
 
 
-def load_dense(info: ModelInfo, weights: CheckpointWeights, device: torch.device) -> DecoderModel:
+def load_dense(info: ModelInfo, weights: CheckpointWeights, sharding: Sharding) -> DecoderModel:
     """Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM."""
     config = info.config
     if config.get("mlp_bias"):
@@ -25,69 +26,109 @@ def load_dense(info: ModelInfo, weights: CheckpointWeights, device: torch.device
 
     def mlp(layer: int) -> MLP:
         prefix = f"model.layers.{layer}.mlp"
-        return SwiGLU.load(weights, prefix, config["hidden_size"], config["intermediate_size"])
+        return SwiGLU.load(
+            weights, sharding, prefix, config["hidden_size"], config["intermediate_size"], "intermediate_size"
+        )
 
-    return load_decoder(info, weights, device, mlp)
+    return load_decoder(info, weights, sharding, mlp)
 
 
 def load_decoder(
-    info: ModelInfo, weights: CheckpointWeights, device: torch.device, mlp: Callable[[int], MLP]
+    info: ModelInfo, weights: CheckpointWeights, sharding: Sharding, mlp: Callable[[int], MLP]
 ) -> DecoderModel:
     """A decoder with transformers' tensor names; ``mlp(layer)`` loads the other half of a layer."""
-    config = info.config
     check_plain(info)
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    heads = config["num_attention_heads"]
-    shape = AttentionShape(
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        eps=config["rms_norm_eps"],
+    kv_heads = info.config.get("num_key_value_heads") or info.config["num_attention_heads"]
+    shape = AttentionShape.of(info.config, sharding, kv_heads)
+    return assemble_decoder(
+        info,
+        weights,
+        sharding,
+        shape,
+        embeddings="model.embed_tokens.weight",
+        attention=lambda i: _attention(info, weights, sharding, f"model.layers.{i}.self_attn", shape),
+        mlp=mlp,
+        rotary_dim=shape.head_dim,
     )
-    embeddings = weights.take("model.embed_tokens.weight", vocab, hidden)
-    layers = []
-    for i in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{i}"
-        layers.append(
-            DecoderLayer(
-                input_norm=weights.take(f"{prefix}.input_layernorm.weight", hidden),
-                attention=_attention(info, weights, f"{prefix}.self_attn", shape),
-                post_attention_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", hidden),
-                mlp=mlp(i),
-            )
+
+
+def assemble_decoder(
+    info: ModelInfo,
+    weights: CheckpointWeights,
+    sharding: Sharding,
+    shape: AttentionShape,
+    *,
+    embeddings: str,
+    attention: Callable[[int], Attention],
+    mlp: Callable[[int], MLP],
+    rotary_dim: int,
+) -> DecoderModel:
+    """The parts that all architectures have under the same names; ``attention(layer)`` and ``mlp(layer)`` load theirs,
+    ``embeddings`` is a tensor's name."""
+    config = info.config
+    vocab, hidden = config["vocab_size"], shape.hidden_size
+    rows = sharding.vocabulary(vocab)
+    embedded = weights.take(embeddings, vocab, hidden, shard=rows)
+    layers = [
+        DecoderLayer(
+            input_norm=weights.take(f"model.layers.{i}.input_layernorm.weight", hidden),
+            attention=attention(i),
+            post_attention_norm=weights.take(f"model.layers.{i}.post_attention_layernorm.weight", hidden),
+            mlp=mlp(i),
         )
+        for i in range(config["num_hidden_layers"])
+    ]
     if config.get("tie_word_embeddings"):
-        lm_head = embeddings
-        weights.expect_copy("lm_head.weight", embeddings)  # some exports hold the tied tensor twice
+        lm_head = embedded
+        # Some exports hold the tied tensor twice.
+        weights.expect_copy("lm_head.weight", vocab, hidden, of=embedded, shard=rows)
     else:
-        lm_head = weights.take("lm_head.weight", vocab, hidden)
+        lm_head = weights.take("lm_head.weight", vocab, hidden, shard=rows)
+    norm = weights.take("model.norm.weight", hidden)
     return DecoderModel(
-        embeddings=embeddings,
+        embeddings=VocabularyEmbedding(embedded, rows, sharding.group),
         layers=layers,
-        norm=weights.take("model.norm.weight", hidden),
+        norm=norm,
         lm_head=lm_head,
-        rotary=RotaryEmbedding(config, shape.head_dim, info.max_model_len, device),
+        vocab_size=vocab,
+        rotary=RotaryEmbedding(config, rotary_dim, info.max_model_len, norm.device),
         eps=shape.eps,
+        group=sharding.group,
     )
 
 
-def _attention(info: ModelInfo, weights: CheckpointWeights, prefix: str, shape: AttentionShape) -> Attention:
+def _attention(
+    info: ModelInfo, weights: CheckpointWeights, sharding: Sharding, prefix: str, shape: AttentionShape
+) -> Attention:
     # Qwen2's bias is part of the architecture, the others say `attention_bias`; QK norm is Qwen3's.
     qwen2, qwen3 = info.architecture == "Qwen2ForCausalLM", info.architecture.startswith("Qwen3")
     bias = qwen2 or bool(info.config.get("attention_bias"))
-    sizes = {"q": shape.q_size, "k": shape.kv_size, "v": shape.kv_size}
+    q, kv = shape.q_shard(sharding), shape.kv_shard(sharding)
+    parts = {"q": (shape.total_heads, q), "k": (shape.total_kv_heads, kv), "v": (shape.total_kv_heads, kv)}
 
     def joined(kind: str, *rest: int) -> torch.Tensor:
-        parts = [weights.take(f"{prefix}.{n}_proj.{kind}", size, *rest) for n, size in sizes.items()]
-        return torch.cat(parts)
+        return torch.cat(
+            [
+                weights.take(f"{prefix}.{name}_proj.{kind}", heads * shape.head_dim, *rest, shard=shard)
+                for name, (heads, shard) in parts.items()
+            ]
+        )
 
+    # Of a sum over ranks, one adds the bias.
+    out_bias = None
+    if bias and not qwen2:
+        out_bias = weights.take(f"{prefix}.o_proj.bias", shape.hidden_size)
     return Attention(
         shape,
         qkv=joined("weight", shape.hidden_size),
         qkv_bias=joined("bias") if bias else None,
-        out=weights.take(f"{prefix}.o_proj.weight", shape.hidden_size, shape.q_size),
-        out_bias=weights.take(f"{prefix}.o_proj.bias", shape.hidden_size) if bias and not qwen2 else None,
+        out=weights.take(
+            f"{prefix}.o_proj.weight",
+            shape.hidden_size,
+            shape.total_heads * shape.head_dim,
+            shard=shape.q_shard(sharding, dim=1),
+        ),
+        out_bias=out_bias if sharding.group.rank == 0 else None,
         q_norm=weights.take(f"{prefix}.q_norm.weight", shape.head_dim) if qwen3 else None,
         k_norm=weights.take(f"{prefix}.k_norm.weight", shape.head_dim) if qwen3 else None,
     )

@@ -13,17 +13,21 @@ import torch.nn.functional as F
 from replicas.attention.metadata import AttentionRow, CommonAttentionMetadata
 from replicas.attention.sdpa import paged_attention, write_kv
 from replicas.errors import ModelLoadError
+from replicas.models.linear import Linear
+from replicas.models.sharding import Shard, Sharding
 from replicas.models.weights import CheckpointWeights
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root-mean-square norm over the last dimension: computed in float32, cast back, then weighted."""
+    if x.dtype == torch.float32 and weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What every layer of one forward shares. ``cos``, ``sin``: [tokens, 1, rotary_dim / 2]."""
+    """What every layer of one forward shares. ``cos``, ``sin``: [tokens, 1, rotary_dim]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -47,19 +51,23 @@ class RotaryEmbedding:
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
         frequencies = self._scale(1.0 / theta**exponents, parameters)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device=device), frequencies)
-        self._cos, self._sin = angles.cos(), angles.sin()
+        # For a half (a, b) the result is (a cos - b sin, b cos + a sin): x * cos + swapped halves * signed sin.
+        self._cos = torch.cat((angles.cos(), angles.cos()), dim=-1)
+        self._sin = torch.cat((-angles.sin(), angles.sin()), dim=-1)
         self.rotary_dim = rotary_dim
 
     def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of ``positions`` [tokens], each [tokens, 1, rotary_dim / 2]."""
+        """cos and sin of ``positions`` [tokens], each [tokens, 1, rotary_dim], for ``apply``."""
         return self._cos[positions][:, None].to(dtype), self._sin[positions][:, None].to(dtype)
 
     @staticmethod
     def apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotates ``x`` [tokens, heads, head_dim]."""
-        half = cos.shape[-1]
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+        rotary_dim = cos.shape[-1]
+        if rotary_dim == x.shape[-1]:
+            return torch.addcmul(x * cos, x.roll(rotary_dim // 2, dims=-1), sin)
+        rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        return torch.cat((RotaryEmbedding.apply(rotated, cos, sin), rest), dim=-1)
 
     @staticmethod
     def _scale(frequencies: torch.Tensor, parameters: dict[str, Any]) -> torch.Tensor:
@@ -80,13 +88,35 @@ class RotaryEmbedding:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes and flags of an attention layer."""
+    """Sizes of an attention layer, and the part of it that this rank computes.
+
+    ``num_heads`` and ``num_kv_heads`` are the rank's own; ``first_kv_head`` is its first one of ``total_kv_heads``.
+    """
 
     hidden_size: int
+    total_heads: int
+    total_kv_heads: int
     num_heads: int
     num_kv_heads: int
+    first_kv_head: int
     head_dim: int
     eps: float
+
+    @classmethod
+    def of(cls, config: dict[str, Any], sharding: Sharding, num_kv_heads: int) -> AttentionShape:
+        """Raises ``ModelLoadError`` for head counts that do not fit the number of ranks."""
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        first, count = sharding.kv_heads(num_kv_heads)
+        return cls(
+            hidden_size=hidden,
+            total_heads=heads,
+            total_kv_heads=num_kv_heads,
+            num_heads=sharding.split("num_attention_heads", heads),
+            num_kv_heads=count,
+            first_kv_head=first,
+            head_dim=config.get("head_dim") or hidden // heads,
+            eps=config["rms_norm_eps"],
+        )
 
     @property
     def q_size(self) -> int:
@@ -96,12 +126,19 @@ class AttentionShape:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    def q_shard(self, sharding: Sharding, dim: int = 0) -> Shard:
+        return sharding.part(dim, self.q_size)
+
+    def kv_shard(self, sharding: Sharding) -> Shard:
+        return sharding.part(0, self.kv_size, self.first_kv_head * self.head_dim)
+
 
 class Attention:
     """Grouped-query attention with one fused QKV product.
 
     ``qkv``: [(heads + 2 kv_heads) * head_dim, hidden]; ``qkv_bias`` or None; ``out``: [hidden, heads * head_dim];
-    ``q_norm``, ``k_norm``: [head_dim] or None: per-head RMSNorm before the rotary embedding.
+    ``q_norm``, ``k_norm``: [head_dim] or None: per-head RMSNorm before the rotary embedding. Under tensor
+    parallelism the result is this rank's part of a sum.
     """
 
     def __init__(
@@ -116,46 +153,60 @@ class Attention:
         k_norm: torch.Tensor | None = None,
     ) -> None:
         self.shape = shape
-        self.qkv, self.qkv_bias, self.out, self.out_bias = qkv, qkv_bias, out, out_bias
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.qkv, self.out = Linear(qkv, qkv_bias), Linear(out, out_bias)
+        self.qk_norm: torch.Tensor | None = None
+        if q_norm is not None and k_norm is not None:
+            # Queries and keys are normalised and rotated together: [heads + kv_heads, head_dim].
+            self.qk_norm = torch.cat(
+                (q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1))
+            )
 
     def __call__(
         self, x: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: StepContext
     ) -> torch.Tensor:
         """``x``: [tokens, hidden]. Writes the step's keys and values, then attends."""
         shape = self.shape
-        q, k, v = F.linear(x, self.qkv, self.qkv_bias).split(
-            (shape.q_size, shape.kv_size, shape.kv_size), dim=-1
-        )
-        q = q.view(-1, shape.num_heads, shape.head_dim)
-        k = k.view(-1, shape.num_kv_heads, shape.head_dim)
-        v = v.view(-1, shape.num_kv_heads, shape.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, shape.eps), rms_norm(k, self.k_norm, shape.eps)
-        q = RotaryEmbedding.apply(q, step.cos, step.sin)
-        k = RotaryEmbedding.apply(k, step.cos, step.sin)
+        heads = self.qkv(x).view(len(x), -1, shape.head_dim)
+        qk, v = heads[:, : -shape.num_kv_heads], heads[:, -shape.num_kv_heads :]
+        if self.qk_norm is not None:
+            qk = rms_norm(qk, self.qk_norm, shape.eps)
+        qk = RotaryEmbedding.apply(qk, step.cos, step.sin)
+        q, k = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
         write_kv(k, v, k_cache, v_cache, step.metadata.slot_mapping)
         out = paged_attention(q, k_cache, v_cache, step.metadata, shape.head_dim**-0.5, rows=step.rows)
-        return F.linear(out.reshape(-1, shape.q_size), self.out, self.out_bias)
+        return self.out(out.reshape(-1, shape.q_size))
 
 
 class SwiGLU:
     """down(silu(gate(x)) * up(x)), with gate and up in one product. ``gate_up``: [2 * width, hidden]."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        self.gate_up, self.down = gate_up, down
+        self.gate_up, self.down = Linear(gate_up), Linear(down)
 
     @classmethod
-    def load(cls, weights: CheckpointWeights, prefix: str, hidden: int, width: int) -> SwiGLU:
-        """From ``{prefix}.{gate,up,down}_proj.weight``."""
-        gate = weights.take(f"{prefix}.gate_proj.weight", width, hidden)
-        up = weights.take(f"{prefix}.up_proj.weight", width, hidden)
-        return cls(torch.cat((gate, up)), weights.take(f"{prefix}.down_proj.weight", hidden, width))
+    def load(
+        cls, weights: CheckpointWeights, sharding: Sharding, prefix: str, hidden: int, width: int, name: str
+    ) -> SwiGLU:
+        """This rank's part of ``{prefix}.{gate,up,down}_proj.weight``; ``name`` is the field that gives ``width``."""
+        return cls(*load_swiglu(weights, sharding, prefix, hidden, width, name))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return swiglu(x, self.gate_up, self.down)
+        return self.down(silu_and_mul(self.gate_up(x)))
 
 
-def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+def load_swiglu(
+    weights: CheckpointWeights, sharding: Sharding, prefix: str, hidden: int, width: int, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``gate_up`` [2 * own width, hidden] and ``down`` [hidden, own width] of this rank."""
+    own = sharding.split(name, width)
+    rows, columns = sharding.part(0, own), sharding.part(1, own)
+    gate = weights.take(f"{prefix}.gate_proj.weight", width, hidden, shard=rows)
+    up = weights.take(f"{prefix}.up_proj.weight", width, hidden, shard=rows)
+    down = weights.take(f"{prefix}.down_proj.weight", hidden, width, shard=columns)
+    return torch.cat((gate, up)), down
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for [..., 2 * width]: [..., width]"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

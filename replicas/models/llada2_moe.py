@@ -13,14 +13,15 @@ import torch
 
 from replicas.errors import ModelLoadError
 from replicas.model_info import ModelInfo
-from replicas.models.decoder import DecoderLayer, DecoderModel
-from replicas.models.dense import MLP, check_plain, is_count
-from replicas.models.layers import Attention, AttentionShape, RotaryEmbedding, SwiGLU
+from replicas.models.decoder import DecoderModel
+from replicas.models.dense import MLP, assemble_decoder, check_plain, is_count
+from replicas.models.layers import Attention, AttentionShape, SwiGLU
 from replicas.models.moe import MoE, load_experts, sigmoid_group_top_k
+from replicas.models.sharding import Sharding
 from replicas.models.weights import CheckpointWeights
 
 
-def load_llada2_moe(info: ModelInfo, weights: CheckpointWeights, device: torch.device) -> DecoderModel:
+def load_llada2_moe(info: ModelInfo, weights: CheckpointWeights, sharding: Sharding) -> DecoderModel:
     """Raises ``ModelLoadError`` for options of the configuration that the released models do not use."""
     config = info.config
     check_plain(info)
@@ -46,56 +47,57 @@ def load_llada2_moe(info: ModelInfo, weights: CheckpointWeights, device: torch.d
             f"{info.path}: `num_experts_per_tok` ({config['num_experts_per_tok']}) must be at most the {reachable} "
             f"experts of `topk_group` ({config['topk_group']}) groups"
         )
-    hidden, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_attention_heads"]
-    shape = AttentionShape(
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim") or hidden // heads,
-        eps=config["rms_norm_eps"],
-    )
-    embeddings = weights.take("model.word_embeddings.weight", vocab, hidden)
-    layers = []
-    for i in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{i}"
-        layers.append(
-            DecoderLayer(
-                input_norm=weights.take(f"{prefix}.input_layernorm.weight", hidden),
-                attention=_attention(weights, f"{prefix}.attention", shape),
-                post_attention_norm=weights.take(f"{prefix}.post_attention_layernorm.weight", hidden),
-                mlp=_mlp(info, weights, i),
-            )
-        )
-    tied = bool(config.get("tie_word_embeddings"))
-    if tied:
-        weights.expect_copy("lm_head.weight", embeddings)  # some exports hold the tied tensor twice
-    rotary_dim = int(shape.head_dim * config.get("partial_rotary_factor", 1.0))
-    return DecoderModel(
-        embeddings=embeddings,
-        layers=layers,
-        norm=weights.take("model.norm.weight", hidden),
-        lm_head=embeddings if tied else weights.take("lm_head.weight", vocab, hidden),
-        rotary=RotaryEmbedding(config, rotary_dim, info.max_model_len, device),
-        eps=shape.eps,
+    shape = AttentionShape.of(config, sharding, config["num_key_value_heads"])
+    return assemble_decoder(
+        info,
+        weights,
+        sharding,
+        shape,
+        embeddings="model.word_embeddings.weight",
+        attention=lambda i: _attention(weights, sharding, f"model.layers.{i}.attention", shape),
+        mlp=lambda i: _mlp(info, weights, sharding, i),
+        rotary_dim=int(shape.head_dim * config.get("partial_rotary_factor", 1.0)),
     )
 
 
-def _attention(weights: CheckpointWeights, prefix: str, shape: AttentionShape) -> Attention:
-    rows = shape.q_size + 2 * shape.kv_size
+def _attention(
+    weights: CheckpointWeights, sharding: Sharding, prefix: str, shape: AttentionShape
+) -> Attention:
+    # One tensor holds all of Q, then all of K, then all of V.
+    heads, kv_heads, hidden = shape.total_heads, shape.total_kv_heads, shape.hidden_size
+    first_k, first_v = heads * shape.head_dim, (heads + kv_heads) * shape.head_dim
+    kv = shape.kv_shard(sharding)
+    parts = (
+        shape.q_shard(sharding),
+        sharding.part(0, shape.kv_size, first_k + kv.start),
+        sharding.part(0, shape.kv_size, first_v + kv.start),
+    )
     return Attention(
         shape,
-        qkv=weights.take(f"{prefix}.query_key_value.weight", rows, shape.hidden_size),
-        out=weights.take(f"{prefix}.dense.weight", shape.hidden_size, shape.q_size),
+        qkv=weights.take_parts(
+            f"{prefix}.query_key_value.weight",
+            (heads + 2 * kv_heads) * shape.head_dim,
+            hidden,
+            shards=parts,
+        ),
+        out=weights.take(
+            f"{prefix}.dense.weight",
+            hidden,
+            heads * shape.head_dim,
+            shard=shape.q_shard(sharding, dim=1),
+        ),
         q_norm=weights.take(f"{prefix}.query_layernorm.weight", shape.head_dim),
         k_norm=weights.take(f"{prefix}.key_layernorm.weight", shape.head_dim),
     )
 
 
-def _mlp(info: ModelInfo, weights: CheckpointWeights, layer: int) -> MLP:
+def _mlp(info: ModelInfo, weights: CheckpointWeights, sharding: Sharding, layer: int) -> MLP:
     config = info.config
     hidden, prefix = config["hidden_size"], f"model.layers.{layer}.mlp"
     if layer < config.get("first_k_dense_replace", 0):
-        return SwiGLU.load(weights, prefix, hidden, config["intermediate_size"])
+        return SwiGLU.load(
+            weights, sharding, prefix, hidden, config["intermediate_size"], "intermediate_size"
+        )
     experts, width = config["num_experts"], config["moe_intermediate_size"]
     # The router's weights and bias are used in float32 whatever the model's dtype.
     gate = weights.take(f"{prefix}.gate.weight", experts, hidden, dtype=torch.float32)
@@ -111,9 +113,12 @@ def _mlp(info: ModelInfo, weights: CheckpointWeights, layer: int) -> MLP:
         top_groups=config["topk_group"],
         scaling_factor=config.get("routed_scaling_factor", 1.0),
     )
-    gate_up, down = load_experts(weights, f"{prefix}.experts", experts, hidden, width)
     num_shared = config.get("num_shared_experts") or 0
-    shared = (
-        SwiGLU.load(weights, f"{prefix}.shared_experts", hidden, width * num_shared) if num_shared else None
+    shared = None
+    if num_shared:
+        shared = SwiGLU.load(
+            weights, sharding, f"{prefix}.shared_experts", hidden, width * num_shared, "moe_intermediate_size"
+        )
+    return MoE(
+        gate, routing, load_experts(weights, sharding, f"{prefix}.experts", experts, hidden, width), shared
     )
-    return MoE(gate, routing, gate_up, down, shared)

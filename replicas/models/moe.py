@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: routing rules, and experts run grouped by expert."""
+"""Mixture-of-experts layers: routing rules, and the layer itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from replicas.models.layers import SwiGLU, swiglu
+from replicas.models.experts import Experts
+from replicas.models.layers import SwiGLU, load_swiglu
+from replicas.models.sharding import Sharding
 from replicas.models.weights import CheckpointWeights
 
 #: router logits float32 [tokens, experts] -> (expert ids int64 [tokens, k], weights float32 [tokens, k])
@@ -52,49 +54,40 @@ def sigmoid_group_top_k(
 
 
 class MoE:
-    """Routed experts, and optionally a shared expert that every token passes.
-
-    ``gate``: [experts, hidden]; ``gate_up``: [experts, 2 * width, hidden]; ``down``: [experts, hidden, width].
-    """
+    """Routed experts, and optionally a shared expert that every token passes. ``gate``: [experts, hidden]."""
 
     def __init__(
         self,
         gate: torch.Tensor,
         routing: Routing,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        experts: Experts,
         shared: SwiGLU | None = None,
     ) -> None:
-        self.gate, self.routing, self.gate_up, self.down, self.shared = gate, routing, gate_up, down, shared
+        self.gate, self.routing, self.experts, self.shared = gate.float(), routing, experts, shared
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Expert ids and weights [tokens, k] for ``x`` [tokens, hidden]."""
-        return self.routing(F.linear(x.float(), self.gate.float()))
+        return self.routing(F.linear(x.float(), self.gate))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         ids, weights = self.route(x)
-        tokens, k = ids.shape
-        flat = ids.flatten()
-        order = torch.argsort(flat, stable=True)
-        grouped = x[order // k]
-        counts = torch.bincount(flat, minlength=self.gate.shape[0]).tolist()
-        outputs = torch.empty_like(grouped)
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                end = start + count
-                outputs[start:end] = swiglu(grouped[start:end], self.gate_up[expert], self.down[expert])
-                start = end
-        # Back in the order of each token's own choices: the sum does not depend on the batch.
-        by_token = torch.empty_like(outputs)
-        by_token[order] = outputs
-        routed = (by_token.view(tokens, k, -1).float() * weights[..., None]).sum(dim=1).to(x.dtype)
+        outputs = self.experts(x, ids)
+        routed = (outputs.float() * weights[..., None]).sum(dim=1).to(x.dtype)
         return routed if self.shared is None else routed + self.shared(x)
 
 
 def load_experts(
-    weights: CheckpointWeights, prefix: str, num_experts: int, hidden: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``{prefix}.{e}.{gate,up,down}_proj.weight`` stacked: [E, 2 * width, hidden] and [E, hidden, width]."""
-    experts = [SwiGLU.load(weights, f"{prefix}.{e}", hidden, width) for e in range(num_experts)]
-    return torch.stack([e.gate_up for e in experts]), torch.stack([e.down for e in experts])
+    weights: CheckpointWeights, sharding: Sharding, prefix: str, num_experts: int, hidden: int, width: int
+) -> Experts:
+    """From ``{prefix}.{e}.{gate,up,down}_proj.weight``; every rank holds a part of each expert."""
+    gate_up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+    for expert in range(num_experts):
+        parts = load_swiglu(weights, sharding, f"{prefix}.{expert}", hidden, width, "moe_intermediate_size")
+        if gate_up is None or down is None:
+            # Filled one by one: a list that is stacked afterwards would take the memory twice.
+            gate_up, down = (part.new_empty(num_experts, *part.shape) for part in parts)
+        gate_up[expert], down[expert] = parts
+    assert gate_up is not None
+    assert down is not None
+    return Experts(gate_up, down)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from replicas.errors import ModelLoadError
 from replicas.model_info import ModelInfo
 from replicas.models.decoder import DecoderModel
 from replicas.models.dense import MLP, is_count, load_decoder
 from replicas.models.layers import SwiGLU
 from replicas.models.moe import MoE, load_experts, softmax_top_k
+from replicas.models.sharding import Sharding
 from replicas.models.weights import CheckpointWeights
 
 
-def load_qwen3_moe(info: ModelInfo, weights: CheckpointWeights, device: torch.device) -> DecoderModel:
+def load_qwen3_moe(info: ModelInfo, weights: CheckpointWeights, sharding: Sharding) -> DecoderModel:
     """Qwen3MoeForCausalLM, with ``mlp_only_layers`` and ``decoder_sparse_step`` as transformers reads them."""
     config = info.config
     # transformers 5 writes `num_local_experts`, the released checkpoints have `num_experts`.
@@ -32,9 +31,13 @@ def load_qwen3_moe(info: ModelInfo, weights: CheckpointWeights, device: torch.de
         prefix = f"model.layers.{layer}.mlp"
         sparse = experts > 0 and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
         if layer in (config.get("mlp_only_layers") or []) or not sparse:
-            return SwiGLU.load(weights, prefix, hidden, config["intermediate_size"])
+            return SwiGLU.load(
+                weights, sharding, prefix, hidden, config["intermediate_size"], "intermediate_size"
+            )
         gate = weights.take(f"{prefix}.gate.weight", experts, hidden)
         width = config["moe_intermediate_size"]
-        return MoE(gate, routing, *load_experts(weights, f"{prefix}.experts", experts, hidden, width))
+        return MoE(
+            gate, routing, load_experts(weights, sharding, f"{prefix}.experts", experts, hidden, width)
+        )
 
-    return load_decoder(info, weights, device, mlp)
+    return load_decoder(info, weights, sharding, mlp)

@@ -12,9 +12,11 @@ from replicas.models.decoder import DecoderModel
 from replicas.models.dense import load_dense
 from replicas.models.llada2_moe import load_llada2_moe
 from replicas.models.qwen3_moe import load_qwen3_moe
+from replicas.models.sharding import Sharding
 from replicas.models.weights import CheckpointWeights
+from replicas.parallel.group import SINGLE_RANK, TensorParallelGroup
 
-Loader = Callable[[ModelInfo, CheckpointWeights, torch.device], DecoderModel]
+Loader = Callable[[ModelInfo, CheckpointWeights, Sharding], DecoderModel]
 
 LOADERS: dict[str, Loader] = {
     "Qwen3ForCausalLM": load_dense,
@@ -26,12 +28,19 @@ LOADERS: dict[str, Loader] = {
 
 
 def load_model(
-    info: ModelInfo, *, dtype: torch.dtype, device: torch.device, progress: bool = True
+    info: ModelInfo,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = True,
+    parallel: TensorParallelGroup = SINGLE_RANK,
 ) -> DecoderModel:
-    """Builds the model of ``info`` from its safetensors files, with a progress bar on stderr.
+    """Builds the model of ``info``, or the part of it that a rank of ``parallel`` holds, from its safetensors files,
+    with a progress bar on stderr.
 
     Raises ``ModelLoadError`` for an architecture without a loader, for a configuration that lacks a field or
-    asks for what is not implemented, and for missing, misshapen or surplus tensors.
+    asks for what is not implemented, for sizes that do not fit the number of ranks, and for missing, misshapen or
+    surplus tensors.
     """
     loader = LOADERS.get(info.architecture)
     if loader is None:
@@ -40,6 +49,6 @@ def load_model(
         )
     with CheckpointWeights(info.path, dtype=dtype, device=device, progress=progress) as weights:
         try:
-            return loader(info, weights, device)
+            return loader(info, weights, Sharding(info.path, parallel))
         except KeyError as error:
             raise ModelLoadError(f"{info.path}: config.json lacks {error}") from error

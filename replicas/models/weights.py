@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from replicas.errors import ModelLoadError
+from replicas.models.sharding import Shard
 
 #: Tensors that older exports carry and that follow from the configuration.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -71,30 +73,42 @@ class CheckpointWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._location
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor ``name``. Raises ``ModelLoadError`` when it is missing or not of ``shape``."""
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
+    ) -> torch.Tensor:
+        """The tensor ``name``, or the ``shard`` of it. Raises ``ModelLoadError`` when it is missing or not of ``shape``
+        (the whole tensor's)."""
         if name not in self._location:
             near = [other for other in self._location if other.rsplit(".", 2)[0] == name.rsplit(".", 2)[0]]
             hint = f"; beside it stand {_few(near)}" if near else ""
             raise ModelLoadError(f"{self._path}: tensor {name!r} {list(shape)} is missing{hint}")
         try:
-            tensor = self._open(self._location[name]).get_tensor(name)
+            stored = self._open(self._location[name]).get_slice(name)
+            found = tuple(stored.get_shape())
+            tensor = None
+            if found == shape:
+                tensor = stored[:] if shard is None else _read_shard(stored, shard)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(
                 f"{self._location[name]}: tensor {name!r} cannot be read: {error}"
             ) from error
-        if tuple(tensor.shape) != shape:
+        if tensor is None:
             raise ModelLoadError(
-                f"{self._path}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}"
+                f"{self._path}: tensor {name!r} has shape {list(found)}, expected {list(shape)}"
             )
-        self._taken.add(name)
-        self._bar.update()
+        if name not in self._taken:
+            self._taken.add(name)
+            self._bar.update()
         return tensor.to(device=self._device, dtype=dtype or self._dtype)
 
-    def expect_copy(self, name: str, of: torch.Tensor) -> None:
+    def take_parts(self, name: str, *shape: int, shards: Sequence[Shard]) -> torch.Tensor:
+        """Several shards of one tensor, joined along their dimension."""
+        return torch.cat([self.take(name, *shape, shard=shard) for shard in shards], dim=shards[0].dim)
+
+    def expect_copy(self, name: str, *shape: int, of: torch.Tensor, shard: Shard | None = None) -> None:
         """Accepts ``name`` as a second copy of a tied tensor. Raises ``ModelLoadError`` when it is there and differs:
         transformers then uses it untied, so leaving it out would give other logits."""
-        if name in self and not torch.equal(self.take(name, *of.shape), of):
+        if name in self and not torch.equal(self.take(name, *shape, shard=shard), of):
             raise ModelLoadError(
                 f"{self._path}: `tie_word_embeddings` is true, but {name!r} differs from the embeddings; set it to "
                 "false in config.json if that tensor is the output head"
@@ -133,6 +147,18 @@ class CheckpointWeights:
                     f"{file}: not a readable safetensors file (truncated?): {error}"
                 ) from error
         return self._files[file]
+
+
+def _read_shard(stored: Any, shard: Shard) -> torch.Tensor:
+    """Reads the shard's part of the file only."""
+    shape = list(stored.get_shape())
+    end = min(shard.end, shape[shard.dim])
+    start = min(shard.start, end)
+    index = [slice(None)] * len(shape)
+    index[shard.dim] = slice(start, end)
+    tensor = stored[tuple(index)]
+    shape[shard.dim] = shard.end - shard.start - (end - start)
+    return torch.cat((tensor, tensor.new_zeros(shape)), dim=shard.dim) if shape[shard.dim] else tensor
 
 
 def _few(names: list[str], limit: int = 5) -> str:

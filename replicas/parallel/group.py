@@ -5,25 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 
 class TensorParallelGroup:
-    """``rank`` of ``size``; collectives over ``process_group`` (torch.distributed), none of them for one rank.
+    """``rank`` of ``size``; collectives over ``process_group`` (gloo or NCCL), none of them for one rank.
 
-    All ranks must make the same calls in the same order, with tensors of the same shapes.
+    All ranks must make the same calls in the same order, with tensors of the same shapes. A call raises
+    ``RuntimeError`` when another rank has ended.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, process_group: Any = None) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"`rank` must be 0 to {size - 1}, got {rank}")
+        if size > 1 and process_group is None:
+            raise ValueError(f"`process_group` is required for {size} ranks")
         self.rank, self.size = rank, size
         self._process_group = process_group
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's ``x``, on every rank; ``x`` itself is overwritten."""
+        """The sum of every rank's contiguous ``x``, the same bits on every rank; ``x`` itself is overwritten."""
         if self.size > 1:
-            dist.all_reduce(x, group=self._process_group)
+            self._process_group.allreduce([x]).wait()
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -32,8 +34,8 @@ class TensorParallelGroup:
             return x
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(x, parts, group=self._process_group, group_dst=0)
-        return torch.cat(parts, dim=-1) if parts is not None else None
+        self._process_group.gather([parts] if parts else [], [x]).wait()
+        return torch.cat(parts, dim=-1) if parts else None
 
 
 SINGLE_RANK = TensorParallelGroup()

@@ -12,7 +12,8 @@ from replicas.attention.kv_cache import KVCache
 from replicas.attention.metadata import CommonAttentionMetadata
 from replicas.model_info import load_model_info
 from replicas.models.decoder import DecoderModel
-from replicas.models.layers import SwiGLU, swiglu
+from replicas.models.experts import Experts
+from replicas.models.layers import SwiGLU, silu_and_mul
 from replicas.models.moe import MoE, sigmoid_group_top_k, softmax_top_k
 from replicas.models.registry import load_model
 
@@ -109,13 +110,14 @@ def test_grouped_experts_equal_a_loop_over_tokens() -> None:
 
     gate, gate_up, down = random(6, 16), random(6, 20, 16), random(6, 16, 10)
     shared = SwiGLU(random(20, 16), random(16, 10))
-    moe = MoE(gate, lambda logits: softmax_top_k(logits, 2, normalize=True), gate_up, down, shared)
+    experts = Experts(gate_up, down)
+    moe = MoE(gate, lambda logits: softmax_top_k(logits, 2, normalize=True), experts, shared)
     x = random(33, 16)
     ids, weights = moe.route(x)
     expected = shared(x)
     for token in range(33):
         for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
-            expected[token] += weight * swiglu(x[token], gate_up[expert], down[expert])
+            expected[token] += weight * (down[expert] @ silu_and_mul(gate_up[expert] @ x[token]))
     assert torch.allclose(moe(x), expected, atol=1e-4)
     assert torch.allclose(moe(x[5:6]), expected[5:6], atol=1e-4), "alone as in the batch"
 

@@ -153,12 +153,12 @@ def test_chunks_equal_one_forward(name: str) -> None:
 
 def no_qk_norm(model: DecoderModel) -> None:
     for layer in model.layers:
-        layer.attention.q_norm = layer.attention.k_norm = None
+        layer.attention.qk_norm = None
 
 
 def no_qkv_bias(model: DecoderModel) -> None:
     for layer in model.layers:
-        layer.attention.qkv_bias = None
+        layer.attention.qkv.bias = None
 
 
 def no_final_norm_weight(model: DecoderModel) -> None:
