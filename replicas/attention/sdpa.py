@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
-from replicas.attention.metadata import AttentionRow, CommonAttentionMetadata, attention_rows
+from replicas.attention.metadata import (
+    AttentionGroup,
+    AttentionPlan,
+    AttentionRow,
+    CommonAttentionMetadata,
+    attention_plan,
+    attention_rows,
+)
 
 
 def write_kv(
@@ -30,16 +35,18 @@ def paged_attention(
     metadata: CommonAttentionMetadata,
     scale: float,
     *,
-    rows: Sequence[AttentionRow] | None = None,
+    plan: AttentionPlan | None = None,
 ) -> torch.Tensor:
     """Attention of ``q`` [tokens, heads, head_dim] to the cached keys of each row; the same shape.
 
-    The step's own keys must be in the cache already. ``rows`` saves reading the metadata again in every
+    The step's own keys must be in the cache already. ``plan`` saves reading the metadata again in every
     layer. A request whose keys lie in one page (a slot) is read in place, without a copy.
     """
-    rows = attention_rows(metadata, k_cache.shape[1]) if rows is None else rows
+    plan = attention_plan(metadata, k_cache.shape[1], q.dtype, q.device) if plan is None else plan
     output = torch.empty_like(q)
-    for row in rows:
+    for group in plan.groups:
+        output[group.queries] = _grouped(q[group.queries], k_cache, v_cache, group, scale)
+    for row in plan.rows:
         if row.start == row.end:
             continue
         query = q[row.start : row.end]
@@ -60,6 +67,22 @@ def paged_attention(
             result = _unfold(result, q_len)
         output[row.start : row.end] = result
     return output
+
+
+def _grouped(
+    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: AttentionGroup, scale: float
+) -> torch.Tensor:
+    """All rows of a group in one call, on views of their pages."""
+    _, heads, head_dim = query.shape
+    kv_heads = k_cache.shape[2]
+    pages = slice(group.first_page, group.first_page + group.num_rows)
+    key = k_cache[pages, : group.max_seq_len].transpose(1, 2)
+    value = v_cache[pages, : group.max_seq_len].transpose(1, 2)
+    folded = query.view(group.num_rows, group.q_len, kv_heads, heads // kv_heads, head_dim)
+    folded = folded.transpose(1, 2).reshape(group.num_rows, kv_heads, -1, head_dim)
+    result = F.scaled_dot_product_attention(folded, key, value, attn_mask=group.mask, scale=scale)
+    result = result.view(group.num_rows, kv_heads, group.q_len, -1, head_dim).transpose(1, 2)
+    return result.reshape(-1, heads, head_dim)
 
 
 def paged_attention_with_lse(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from replicas.attention.kv_cache import KVCache
-from replicas.attention.metadata import CommonAttentionMetadata, attention_rows
+from replicas.attention.metadata import CommonAttentionMetadata, attention_plan
 from replicas.models.layers import Attention, RotaryEmbedding, StepContext, rms_norm
 from replicas.models.linear import Linear
 from replicas.models.sharding import VocabularyEmbedding
@@ -71,7 +71,8 @@ class DecoderModel:
         given, receives the embeddings and each layer's output (the last one after the final norm).
         """
         cos, sin = self.rotary.at(positions, self.dtype)
-        step = StepContext(cos, sin, metadata, attention_rows(metadata, kv_cache.page_size))
+        plan = attention_plan(metadata, kv_cache.page_size, self.dtype, self.device)
+        step = StepContext(cos, sin, metadata, plan)
         x = self.embeddings(input_ids)
         reduce = self.group.all_reduce
         for layer, k_cache, v_cache in zip(self.layers, kv_cache.k, kv_cache.v, strict=True):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from replicas.attention.metadata import AttentionRow, CommonAttentionMetadata
+from replicas.attention.metadata import AttentionPlan, CommonAttentionMetadata
 from replicas.attention.sdpa import paged_attention, write_kv
 from replicas.errors import ModelLoadError
 from replicas.models.linear import Linear
@@ -32,7 +31,7 @@ class StepContext:
     cos: torch.Tensor
     sin: torch.Tensor
     metadata: CommonAttentionMetadata
-    rows: Sequence[AttentionRow]
+    plan: AttentionPlan
 
 
 class RotaryEmbedding:
@@ -173,7 +172,7 @@ class Attention:
         qk = RotaryEmbedding.apply(qk, step.cos, step.sin)
         q, k = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
         write_kv(k, v, k_cache, v_cache, step.metadata.slot_mapping)
-        out = paged_attention(q, k_cache, v_cache, step.metadata, shape.head_dim**-0.5, rows=step.rows)
+        out = paged_attention(q, k_cache, v_cache, step.metadata, shape.head_dim**-0.5, plan=step.plan)
         return self.out(out.reshape(-1, shape.q_size))
 
 
