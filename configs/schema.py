@@ -19,19 +19,23 @@ class EngineConfig(StrictModel):
 
     backend: Literal["torch"] = "torch"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    #: ``auto`` is the checkpoint's dtype on a GPU, and on a CPU bfloat16 for checkpoints stored so, else float32.
+    #: ``auto`` is the checkpoint's dtype on a GPU; on a CPU bfloat16 for checkpoints stored so, where the CPU
+    #: computes in it (AVX512), else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=1)] = 1
+    #: Ranks that share the model's weights and KV heads. ``resources.num_cpus`` and ``num_gpus`` are those of one rank.
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     #: Requests in one forward, and KV slots. 1 is the single session.
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 8
     #: Tokens (prompt and new) of one request; None is the checkpoint's max_position_embeddings.
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     #: Upper bound of tokens computed in one step; prompts are prefilled in chunks of at most this.
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
-    #: Bytes for KV slots; None takes at most ``kv_memory_fraction`` of the memory free after loading.
+    #: A request that begins like an earlier one takes the keys and values of that beginning from its slot.
+    enable_prefix_caching: bool = True
+    #: Bytes for a rank's KV slots; None takes at most ``kv_memory_fraction`` of the memory free after loading.
     kv_cache_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     kv_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.6
-    #: torch's intra-op threads on a CPU; None is the replica's ``num_cpus``.
+    #: torch's intra-op threads of a rank on a CPU; None is its ``num_cpus``.
     num_threads: Annotated[int, Field(ge=1)] | None = None
     #: A step that takes longer while there is work makes the replica unhealthy.
     step_timeout_s: Annotated[float, Field(gt=0)] = 120.0
@@ -88,7 +92,7 @@ class AutoscalingConfig(StrictModel):
 
 
 class ReplicaResources(StrictModel):
-    """Ray resources of one replica actor."""
+    """Ray resources of one replica actor; with tensor parallelism, of each of its ranks."""
 
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
@@ -113,6 +117,23 @@ class ModelConfig(StrictModel):
     sampling: SamplingDefaults = SamplingDefaults()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
     resources: ReplicaResources = ReplicaResources()
+
+    @model_validator(mode="after")
+    def _resources_of_ranks(self) -> ModelConfig:
+        size, resources = self.engine.tensor_parallel_size, self.resources
+        if size == 1:
+            return self
+        if (self.engine.device == "cuda" and resources.num_gpus < 1) or 0 < resources.num_gpus < 1:
+            raise ValueError(
+                f"`resources.num_gpus` must be at least 1 for each of the {size} ranks of `tensor_parallel_size`, "
+                f"got {resources.num_gpus:g}"
+            )
+        if resources.num_gpus == 0 and resources.num_cpus == 0:
+            raise ValueError(
+                f"`resources.num_cpus` must be above 0 for each of the {size} ranks of `tensor_parallel_size`, "
+                "or Ray has nothing to place them by"
+            )
+        return self
 
 
 class BatchingConfig(StrictModel):

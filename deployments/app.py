@@ -65,7 +65,7 @@ def _engine_deployment(model: ModelConfig, name: str) -> serve.Deployment:
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         max_constructor_retry_count=MAX_LOAD_ATTEMPTS,
         logging_config={"enable_access_log": False},  # a line for every poll of its load, every second
-        ray_actor_options={"num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus},
+        **_placement(model),
         health_check_period_s=resources.health_check_period_s,
         health_check_timeout_s=resources.health_check_timeout_s,
         graceful_shutdown_wait_loop_s=1,
@@ -76,6 +76,20 @@ def _engine_deployment(model: ModelConfig, name: str) -> serve.Deployment:
         ),
         **_num_replicas(model),
     )
+
+
+def _placement(model: ModelConfig) -> dict[str, Any]:
+    """Tensor-parallel ranks get a bundle each, side by side if they can be; the first is the replica's own."""
+    amounts = {"CPU": model.resources.num_cpus, "GPU": model.resources.num_gpus}
+    options = {"ray_actor_options": {"num_cpus": amounts["CPU"], "num_gpus": amounts["GPU"]}}
+    size = model.engine.tensor_parallel_size
+    if size == 1:
+        return options
+    bundle = {name: amount for name, amount in amounts.items() if amount}
+    return options | {
+        "placement_group_bundles": [dict(bundle) for _ in range(size)],
+        "placement_group_strategy": "PACK",
+    }
 
 
 def _num_replicas(model: ModelConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The ``blockserve`` command: ``serve``, ``check``, ``verify``. Heavy imports happen where they are used."""
+"""The ``blockserve`` command: ``serve``, ``check``, ``verify``, ``bench``. Heavy imports happen where they are used."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from deployments.cli_bench import add_bench_parser
 
 if TYPE_CHECKING:
     from ray.serve.schema import ServeDeploySchema
@@ -76,7 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--engine", choices=["torch"], default="torch")
     verify.add_argument("--concurrent", type=int, default=1, metavar="N", help="cases in flight at once")
     verify.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    verify.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that share the model"
+    )
     verify.set_defaults(run=_verify)
+
+    add_bench_parser(commands)
     return parser
 
 
@@ -94,7 +101,13 @@ def _check(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from replicas.verify import run_verify
 
-    return run_verify(args.dirs, engine=args.engine, concurrent=args.concurrent, dtype=args.dtype)
+    return run_verify(
+        args.dirs,
+        engine=args.engine,
+        concurrent=args.concurrent,
+        dtype=args.dtype,
+        tensor_parallel_size=args.tensor_parallel_size,
+    )
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -158,7 +171,10 @@ def needed_cpus(configs: dict[str, BlockserveConfig]) -> int:
     total = 0.0
     for config in configs.values():
         total += config.ingress.num_replicas * config.ingress.num_cpus
-        total += sum(m.autoscaling.max_replicas * m.resources.num_cpus for m in config.models)
+        total += sum(
+            m.autoscaling.max_replicas * m.engine.tensor_parallel_size * m.resources.num_cpus
+            for m in config.models
+        )
     return math.ceil(total)
 
 

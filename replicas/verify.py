@@ -6,33 +6,25 @@ generations that the original implementations computed.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from replicas.engine.core import EngineCore
-from replicas.model_info import ModelInfo, load_model_info
-from replicas.models.decoder import DecoderModel
+from replicas.engine.rank_processes import check_divisible, load_on_all, start_ranks
+from replicas.errors import ModelLoadError
+from replicas.model_info import load_model_info
 from replicas.models.registry import load_model
-from replicas.protocol import DiffusionParams, FinishReason, GenerationRequest, RequestOutput, SamplingParams
+from replicas.parallel.ranks import Ranks
+from replicas.verify_generation import Subject, verify_diffusion, verify_greedy
 from replicas.verify_numbers import TOLERANCE, FileReport, verify_filters, verify_forwards, verify_routers
 
 logger = logging.getLogger(__name__)
 
-LOGPROB_TOLERANCE = 1e-3
-#: Below float32, tokens are compared only in cases whose every decision is clear by this much, in logits and in
-#: probability: one other decision changes all that follow. The typical error of a logit in bfloat16 is half of it.
-MIN_MARGIN = 0.25
-#: `temperature` > 0: which token is drawn depends on the random generator, which is not the reference's.
-SAMPLED = "sampled with torch's generator: only run to the end"
 SHOWN_MISMATCHES = 3
-
-Changes = list[tuple[int, list[tuple[int, int]]]]
+MAX_RANKS = 64
 
 
 def run_verify(
@@ -41,27 +33,34 @@ def run_verify(
     engine: str = "torch",
     concurrent: int = 1,
     dtype: str = "float32",
+    tensor_parallel_size: int = 1,
     out: Callable[[str], object] = print,
 ) -> int:
     """Verifies each directory; prints a line per file; returns 0 if all that was compared was equal, else 1.
 
-    ``concurrent``: cases in flight at once. Paths that are files are skipped with a note. A missing directory, or
-    a damaged checkpoint or file, is a failure, and all others are still verified.
+    ``concurrent``: cases in flight at once. ``tensor_parallel_size``: ranks, processes of this machine, that run the
+    generations; all else is compared on one rank. Paths that are files are skipped with a note. A missing directory,
+    or a damaged checkpoint or file, is a failure, and all others are still verified.
     """
-    if engine != "torch" or dtype not in TOLERANCE or concurrent < 1:
-        out(f"engine {engine!r}, dtype {dtype!r}, concurrent {concurrent}: engine torch, a dtype out of "
-            f"{', '.join(TOLERANCE)} and at least 1 case at once are supported")  # fmt: skip
+    size = tensor_parallel_size
+    if engine != "torch" or dtype not in TOLERANCE or concurrent < 1 or not 1 <= size <= MAX_RANKS:
+        given = f"engine {engine!r}, dtype {dtype!r}, concurrent {concurrent}, tensor parallel size {size}"
+        out(f"{given}: engine torch, a dtype out of {', '.join(TOLERANCE)}, at least 1 case at once and 1 to "
+            f"{MAX_RANKS} ranks are supported")  # fmt: skip
         return 1
     failed, cases, files, not_comparable = 0, 0, 0, 0
     # Reference models are tiny: several threads spend their time waiting for one another.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    ranks: Ranks | None = None
     try:
+        if size > 1:
+            ranks = start_ranks(size, torch.device("cpu"))
         for directory in map(Path, directories):
             if directory.is_file():
                 out(f"{directory}: not a directory, skipped")
                 continue
-            for report in _verify_directory(directory, concurrent, dtype):
+            for report in _verify_directory(directory, concurrent, dtype, ranks):
                 if isinstance(report, str):
                     out(report)
                     failed += 1
@@ -74,7 +73,12 @@ def run_verify(
                 failed += bool(report.mismatches)
                 cases, files = cases + report.cases, files + 1
                 not_comparable += sum(report.not_comparable.values())
+    except ModelLoadError as error:  # the ranks did not start
+        out(error.message)
+        return 1
     finally:
+        if ranks is not None:
+            ranks.shutdown()
         torch.set_num_threads(threads)
     verdict = f"{failed} failed" if failed else "all equal" if cases else "nothing was verified"
     rest = f" ({not_comparable} more not comparable)" if not_comparable else ""
@@ -82,7 +86,9 @@ def run_verify(
     return 0 if cases and not failed else 1
 
 
-def _verify_directory(directory: Path, concurrent: int, dtype: str) -> Iterator[FileReport | str]:
+def _verify_directory(
+    directory: Path, concurrent: int, dtype: str, ranks: Ranks | None
+) -> Iterator[FileReport | str]:
     """A report per reference file, or one line for what cannot be read."""
     if not directory.exists():
         yield f"{directory}: no such directory"
@@ -90,6 +96,11 @@ def _verify_directory(directory: Path, concurrent: int, dtype: str) -> Iterator[
     try:
         info = load_model_info(directory)
         model = load_model(info, dtype=getattr(torch, dtype), device=torch.device("cpu"), progress=False)
+        subject = Subject(model, info, dtype, concurrent)
+        if ranks is not None:
+            check_divisible(info, ranks.size)
+            rank, _ = load_on_all(ranks, info, getattr(torch, dtype), num_threads=1)
+            subject = replace(subject, model=rank.model, ranks=ranks)
     except Exception as error:
         yield _one_line(directory, error)
         return
@@ -97,13 +108,9 @@ def _verify_directory(directory: Path, concurrent: int, dtype: str) -> Iterator[
         "forward.npz": lambda report, file: verify_forwards(report, model, info, file, dtype),
         "router.npz": lambda report, file: verify_routers(report, model, file, dtype),
         "sampling_filters.npz": lambda report, file: verify_filters(report, file),
-        "generate_llada20.json": lambda report, file: _diffusion(
-            report, model, info, file, concurrent, dtype
-        ),
-        "generate_llada21.json": lambda report, file: _diffusion(
-            report, model, info, file, concurrent, dtype
-        ),
-        "greedy.json": lambda report, file: _greedy(report, model, info, file, concurrent, dtype),
+        "generate_llada20.json": lambda report, file: verify_diffusion(report, subject, file),
+        "generate_llada21.json": lambda report, file: verify_diffusion(report, subject, file),
+        "greedy.json": lambda report, file: verify_greedy(report, subject, file),
     }
     present = [name for name in known if (directory / name).exists()]
     if not present:
@@ -116,6 +123,8 @@ def _verify_directory(directory: Path, concurrent: int, dtype: str) -> Iterator[
             # A damaged file can fail in any way (a zip, an array, a field): it must not hide the others.
             yield _one_line(directory / name, error)
         else:
+            if ranks is not None and name.endswith(".npz"):
+                report.notes.append("on 1 rank")
             yield report
 
 
@@ -123,191 +132,3 @@ def _one_line(path: Path, error: Exception) -> str:
     logger.debug("%s cannot be verified", path, exc_info=error)
     text = " ".join(str(error).split())
     return text if text.startswith(str(path)) else f"{path}: {type(error).__name__}: {text}"
-
-
-def _diffusion(
-    report: FileReport, model: DecoderModel, info: ModelInfo, file: Path, concurrent: int, dtype: str
-) -> None:
-    """LLaDA2.0 and 2.1: tokens, the changes of each denoising forward, finish reason, number of forwards.
-
-    The engine never chooses the mask token, as in service; the reference could, but does not in its cases.
-    """
-    cases = _comparable(report, _read_cases(file), dtype)
-    changes: dict[str, Changes] = {case["case"]: [] for case in cases}
-
-    def trace(request_id: str, block: int, pairs: list[tuple[int, int]]) -> None:
-        changes[request_id].append((block, sorted(pairs)))
-
-    engine = EngineCore.from_model(model, info, max_num_seqs=concurrent, reference_stopping=True, trace=trace)
-    outputs = engine.generate(_diffusion_request(case) for case in cases)
-    deciding = 0
-    for case in cases:
-        output = outputs[case["case"]]
-        if case["params"].get("temperature", 0.0) > 0:
-            deciding += output.num_forwards
-            problem = _sampled_problem(case, output, info)
-            if problem is None:
-                report.skip(SAMPLED)
-                continue
-        else:
-            deciding += case["num_forwards"]
-            problem = _diffusion_problem(case, output, changes[case["case"]], info)
-        report.check(f"{case['case']}: {problem}", problem is None)
-    _check_forwards(report, engine, deciding, concurrent)
-
-
-def _diffusion_problem(
-    case: dict[str, Any], output: RequestOutput, steps: Changes, info: ModelInfo
-) -> str | None:
-    expected = [(step["block"], sorted(map(tuple, step["set"]))) for step in case["steps"]]
-    # The original may answer with more than gen_length tokens; a server must not.
-    tokens = case["output_ids"][: case["params"].get("gen_length", 2048)]
-    ended = bool(tokens) and tokens[-1] in info.eos_token_ids
-    finish = FinishReason.STOP if ended else FinishReason.LENGTH
-    if output.error is not None:
-        return f"failed: {output.error.message}"
-    if output.new_token_ids != tokens:
-        return f"tokens {_first_difference(output.new_token_ids, tokens)}"
-    if steps != expected:
-        return f"changes per step {_first_difference(steps, expected)}"
-    if output.num_forwards != case["num_forwards"]:
-        return f"{output.num_forwards} denoising forwards, the reference has {case['num_forwards']}"
-    if output.finish_reason != finish:
-        return f"finished by {output.finish_reason}, expected {finish}"
-    return None
-
-
-def _sampled_problem(case: dict[str, Any], output: RequestOutput, info: ModelInfo) -> str | None:
-    """What holds for a sampled case whatever was drawn."""
-    limit = case["params"].get("gen_length", 2048)
-    if output.error is not None:
-        return f"failed: {output.error.message}"
-    if not 1 <= len(output.new_token_ids) <= limit or info.mask_token_id in output.new_token_ids:
-        return f"{len(output.new_token_ids)} tokens of at most {limit}, or a mask among them"
-    if not set(info.eos_token_ids).isdisjoint(output.new_token_ids[:-1]):
-        return "went on after EOS"
-    return None
-
-
-def _greedy(
-    report: FileReport, model: DecoderModel, info: ModelInfo, file: Path, concurrent: int, dtype: str
-) -> None:
-    """Autoregressive greedy decoding: tokens, finish reason, tokens past EOS, logprobs."""
-    cases = _comparable(report, _read_cases(file), dtype)
-    engine = EngineCore.from_model(model, info, max_num_seqs=concurrent)
-    outputs = engine.generate(
-        _greedy_request(case, ignore_eos)
-        for case in cases
-        for ignore_eos in (False, True)
-        if not ignore_eos or case.get("output_ids_ignore_eos")
-    )
-    deciding = 0
-    for case in cases:
-        output, ignoring = outputs[case["case"]], outputs.get(f"{case['case']} ignore_eos")
-        deciding += len(case["output_ids"]) + len(case.get("output_ids_ignore_eos") or [])
-        problem = _greedy_problem(case, output, ignoring)
-        report.check(f"{case['case']}: {problem}", problem is None)
-        if case.get("logprobs") and dtype == "float32":
-            error = _logprob_error(output, case["logprobs"])
-            report.check_error(f"{case['case']} logprobs", error, LOGPROB_TOLERANCE)
-    _check_forwards(report, engine, deciding, concurrent)
-
-
-def _greedy_problem(
-    case: dict[str, Any], output: RequestOutput, ignoring: RequestOutput | None
-) -> str | None:
-    finish = FinishReason.STOP if case["finish"] == "eos" else FinishReason.LENGTH
-    for answer in (output, ignoring):
-        if answer is not None and answer.error is not None:
-            return f"failed: {answer.error.message}"
-    if output.new_token_ids != case["output_ids"]:
-        return f"tokens {_first_difference(output.new_token_ids, case['output_ids'])}"
-    if output.finish_reason != finish:
-        return f"finished by {output.finish_reason}, expected {finish}"
-    if ignoring is not None and ignoring.new_token_ids != case["output_ids_ignore_eos"]:
-        return f"tokens past EOS {_first_difference(ignoring.new_token_ids, case['output_ids_ignore_eos'])}"
-    return None
-
-
-def _check_forwards(report: FileReport, engine: EngineCore, deciding: int, concurrent: int) -> None:
-    """Alone, a prompt and a commit are computed in a deciding forward: there is no other forward at all."""
-    stats = engine.stats()
-    engine.shutdown()
-    if not stats.num_forwards:
-        return
-    report.notes.append(f"{stats.num_forwards} model forwards for {deciding} deciding rows")
-    if concurrent > 1:
-        report.notes.append(f"up to {stats.max_running_seen} at once")
-    elif not report.mismatches and stats.num_forwards != deciding:
-        report.check(f"{stats.num_forwards} model forwards, {deciding} expected", False)
-
-
-def _diffusion_request(case: dict[str, Any]) -> GenerationRequest:
-    params = case["params"]
-    token_editing = "editing_threshold" in params
-    diffusion = DiffusionParams(
-        steps=params.get("steps", 32),
-        threshold=params.get("threshold", 0.95),
-        minimal_topk=params.get("minimal_topk", 1),
-        eos_early_stop=params.get("eos_early_stop", False),
-        editing_threshold=params["editing_threshold"] if token_editing else None,
-        max_post_steps=params.get("max_post_steps", 16),
-        num_to_transfer=params.get("num_to_transfer", 1),
-    )
-    sampling = SamplingParams(
-        max_tokens=params.get("gen_length", 2048),
-        temperature=params.get("temperature", 0.0),
-        top_k=params.get("top_k") or 0,
-        top_p=params.get("top_p") or 1.0,
-        seed=0,
-    )
-    return GenerationRequest(case["case"], "reference", tuple(case["prompt_ids"]), sampling, diffusion)
-
-
-def _greedy_request(case: dict[str, Any], ignore_eos: bool) -> GenerationRequest:
-    sampling = SamplingParams(
-        max_tokens=len(case["output_ids_ignore_eos"]) if ignore_eos else case["max_tokens"],
-        ignore_eos=ignore_eos,
-        logprobs=5 if case.get("logprobs") else None,
-    )
-    name = f"{case['case']} ignore_eos" if ignore_eos else case["case"]
-    return GenerationRequest(name, "reference", tuple(case["prompt_ids"]), sampling)
-
-
-def _read_cases(file: Path) -> list[dict[str, Any]]:
-    cases = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(cases, list) or not cases:
-        raise ValueError("holds no list of cases")
-    return cases
-
-
-def _comparable(report: FileReport, cases: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
-    """Cases whose narrowest decision is clear in ``dtype`` (float32: all)."""
-    if dtype == "float32":
-        return cases
-    chosen = []
-    for case in cases:
-        margins = case.get("min_margins") or {"logit_gap": case.get("min_logit_gap")}
-        narrowest = min((value for value in margins.values() if value is not None), default=0.0)
-        if narrowest >= MIN_MARGIN:
-            chosen.append(case)
-    report.skip(f"a decision within {MIN_MARGIN}", len(cases) - len(chosen))
-    return chosen
-
-
-def _logprob_error(output: RequestOutput, expected: list[dict[str, Any]]) -> float:
-    if output.logprobs is None or len(output.logprobs) != len(expected):
-        return float("inf")
-    errors = []
-    for got, want in zip(output.logprobs, expected, strict=True):
-        top = dict(got.top)
-        errors.append(abs(got.logprob - want["logprob"]))
-        errors += [abs(top.get(token, float("inf")) - value) for token, value in want["top5"]]
-    return float(np.max(errors))  # unlike max(), it keeps a NaN
-
-
-def _first_difference(got: Sequence[Any], expected: Sequence[Any]) -> str:
-    for i, (a, b) in enumerate(zip(got, expected, strict=False)):
-        if a != b:
-            return f"differ from index {i}: {a}, the reference has {b}"
-    return f"have length {len(got)}, the reference has {len(expected)}"

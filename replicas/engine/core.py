@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
-import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from replicas.engine.qwen_engine import QwenEngine
 from replicas.engine.request_state import RequestState
 from replicas.engine.scheduler import ScheduledRow, Scheduler
 from replicas.engine.slot_engine import SlotEngine, failed_output
+from replicas.engine.step_thread import StepThread
 from replicas.engine.validation import validate_request
 from replicas.errors import DeadlineExceededError, EngineDeadError, InvalidRequestError
 from replicas.model_info import ModelInfo
@@ -40,10 +38,8 @@ logger = logging.getLogger(__name__)
 #: Called from the step thread with a request's last output.
 FinishCallback = Callable[[RequestOutput], None]
 
-_JOIN_TIMEOUT_S = 30.0
 
-
-class EngineCore:
+class EngineCore(StepThread):
     """Implements ``replicas.protocol.Engine`` on torch.
 
     ``submit`` and ``abort`` only leave a note for the next step; everything else about requests is done by
@@ -52,26 +48,19 @@ class EngineCore:
     """
 
     def __init__(self, engine: SlotEngine, *, step_timeout_s: float = 120.0) -> None:
+        super().__init__(step_timeout_s)
         self.engine = engine
         self.info = engine.info
-        self._step_timeout_s = step_timeout_s
         self._scheduler = Scheduler(
             engine.slots,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             block_length=engine.block_length,
+            prefix_cache=engine.prefix_cache,
         )
         self._callbacks: dict[str, FinishCallback] = {}
-        # Guards everything below; held for moments only, never during a forward.
-        self._condition = threading.Condition()
-        self._live_ids: set[str] = set()
+        # Guarded by the condition, as what the step thread shares.
         self._incoming: list[RequestState] = []
         self._aborts: list[str] = []
-        self._outputs: deque[StepOutput] = deque()
-        self._consumer: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._dead: EngineDeadError | None = None
-        self._progress_at = time.monotonic()
         self._stats = EngineStats(
             free_slots=engine.slots.num_free,
             total_slots=engine.slots.num_slots,
@@ -93,38 +82,30 @@ class EngineCore:
         model: Any,
         info: ModelInfo,
         *,
-        max_num_seqs: int = 8,
-        max_model_len: int | None = None,
-        max_num_batched_tokens: int = 2048,
         step_timeout_s: float = 120.0,
         ban_mask_token: bool = True,
         reference_stopping: bool = False,
         trace: Trace | None = None,
+        **limits: Any,
     ) -> EngineCore:
         """An engine around a loaded model (tests, verification).
 
         ``ban_mask_token``, ``reference_stopping``, ``trace``: block diffusion only, see ``LLaDAEngine``.
+        ``limits``: ``max_num_seqs``, ``max_model_len``, ``max_num_batched_tokens``, ``enable_prefix_caching``
+        as ``SlotEngine`` takes them.
         """
         engine: SlotEngine
         if info.is_diffusion:
             engine = LLaDAEngine(
                 model,
                 info,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                max_num_batched_tokens=max_num_batched_tokens,
                 ban_mask_token=ban_mask_token,
                 reference_stopping=reference_stopping,
                 trace=trace,
+                **limits,
             )
         else:
-            engine = QwenEngine(
-                model,
-                info,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len,
-                max_num_batched_tokens=max_num_batched_tokens,
-            )
+            engine = QwenEngine(model, info, **limits)
         return cls(engine, step_timeout_s=step_timeout_s)
 
     @property
@@ -223,116 +204,16 @@ class EngineCore:
                     merged[output.request_id] = output
         return merged
 
-    def start(self) -> None:
-        """Starts the step thread; idempotent. ``steps`` does it too."""
-        with self._condition:
-            self._raise_if_ended()
-            if self._thread is None:
-                self._progress_at = time.monotonic()
-                self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
-                self._thread.start()
-
-    async def steps(self) -> AsyncIterator[StepOutput]:
-        """Outputs, in order, for the one consumer of this engine; starts the step thread. Ends at
-        ``shutdown``, after the outputs of requests that it cut off; raises ``EngineDeadError`` when the step
-        loop has died."""
-        self.start()
-        arrived = asyncio.Event()
-        with self._condition:
-            if self._consumer is not None:
-                raise RuntimeError("steps() has a consumer already")
-            self._consumer = (asyncio.get_running_loop(), arrived)
-        try:
-            while True:
-                arrived.clear()
-                with self._condition:
-                    items = list(self._outputs)
-                    self._outputs.clear()
-                    ended, dead = self._closed or self._dead is not None, self._dead
-                for item in items:
-                    yield item
-                if items:
-                    continue
-                if dead is not None:
-                    raise EngineDeadError(dead.message)
-                if ended:
-                    return
-                await arrived.wait()
-        finally:
-            with self._condition:
-                self._consumer = None
-
-    def check_health(self) -> None:
-        """Raises ``EngineDeadError`` when the step loop has ended, or when a step takes longer than
-        ``step_timeout_s`` while there is work."""
-        with self._condition:
-            self._raise_if_ended()
-            if self._thread is not None and not self._thread.is_alive():
-                raise EngineDeadError("the engine's step thread has ended")
-            age = time.monotonic() - self._progress_at
-            if self._thread is not None and self._live_ids and age > self._step_timeout_s:
-                raise EngineDeadError(
-                    f"the engine has {len(self._live_ids)} requests but its step has not ended for "
-                    f"{age:.1f} s (`step_timeout_s` is {self._step_timeout_s:g})"
-                )
-
-    def shutdown(self) -> None:
-        """Stops the loop, ends what is live with a retryable error, frees memory; idempotent."""
-        with self._condition:
-            if self._closed:
-                return
-            self._closed = True
-            thread = self._thread
-            self._condition.notify_all()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_JOIN_TIMEOUT_S)
-            if thread.is_alive():
-                logger.error("the step thread did not end within %g s", _JOIN_TIMEOUT_S)
-                return
-        self._cut_off(EngineDeadError("the engine was shut down"))
-        self.engine.close()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                with self._condition:
-                    while not (self._live_ids or self._closed or self._dead):
-                        self._condition.wait()
-                    if self._closed or self._dead:
-                        break
-                output = self.step()
-                if output.outputs:
-                    self._deliver(output)
-        except BaseException as error:
-            logger.exception("the step loop died")
-            with self._condition:
-                self._dead = self._dead or EngineDeadError(f"the step loop died: {error!r}")
-        if self._dead is not None:
-            try:
-                self._cut_off(self._dead)
-            finally:
-                self._deliver(None)
-
-    def _deliver(self, output: StepOutput | None) -> None:
-        with self._condition:
-            if output is not None:
-                self._outputs.append(output)
-            consumer = self._consumer
-        if consumer is not None:
-            loop, arrived = consumer
-            try:
-                loop.call_soon_threadsafe(arrived.set)
-            except RuntimeError:
-                logger.warning("the consumer's event loop is closed; its outputs are dropped")
-
     def _execute(self, rows: list[ScheduledRow]) -> list[RequestOutput]:
         try:
             return self.engine.execute(rows)
         except Exception as error:
             if isinstance(error, torch.AcceleratorError):
                 # After a device fault every later call on that device fails too.
+                error = EngineDeadError(f"the device failed: {error}")
+            if isinstance(error, EngineDeadError):
                 with self._condition:
-                    self._dead = EngineDeadError(f"the device failed: {error}")
+                    self._dead = error
             return [failed_output(row.state, error) for row in rows]
 
     def _expire(self, result: StepOutput) -> None:
@@ -368,7 +249,8 @@ class EngineCore:
         for state in self._scheduler.live():
             self._finish(state, result, failed_output(state, error))
         self._publish_stats(result, [])
-        self._deliver(result if result.outputs else None)
+        if result.outputs:
+            self._stream.put(result)
 
     def _publish_stats(self, result: StepOutput, rows: list[ScheduledRow]) -> None:
         scheduler, slots, runner = self._scheduler, self.engine.slots, self.engine.runner
@@ -384,11 +266,7 @@ class EngineCore:
             stats.num_prefill_tokens = runner.num_prefill_tokens
             stats.num_denoise_row_forwards = runner.num_denoise_rows
             stats.num_decode_tokens += sum(len(output.new_token_ids) for output in result.outputs)
+            if self.engine.prefix_cache is not None:
+                stats.num_cached_tokens = self.engine.prefix_cache.num_cached_tokens
             stats.max_running_seen = max(stats.max_running_seen, runner.max_requests)
             self._progress_at = time.monotonic()
-
-    def _raise_if_ended(self) -> None:
-        if self._dead is not None:
-            raise EngineDeadError(self._dead.message)
-        if self._closed:
-            raise EngineDeadError("the engine was shut down")

@@ -54,6 +54,10 @@ class DiffusionState(RequestState):
     def canvas_end(self) -> int:
         return self.canvas_start + self.block_length
 
+    def reusable_prefix(self, num_tokens: int) -> int:
+        # Inside a block every position has seen the others, and the canvas changes.
+        return min(num_tokens // self.block_length * self.block_length, self.canvas_start)
+
     @property
     def num_pending_tokens(self) -> int:
         return self.canvas_end - self.num_computed_tokens
@@ -63,7 +67,7 @@ class DiffusionState(RequestState):
         if pending <= budget:
             return pending
         # Whole blocks only: inside a block every position sees the others. Not the canvas: it is not final.
-        blocks = min(budget // self.block_length, pending // self.block_length - 1)
+        blocks = min(max(0, budget) // self.block_length, pending // self.block_length - 1)
         return blocks * self.block_length
 
     def prefill_chunk(self, budget: int) -> int:

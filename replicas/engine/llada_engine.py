@@ -32,6 +32,7 @@ class LLaDAEngine(SlotEngine):
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
         ban_mask_token: bool = True,
         reference_stopping: bool = False,
         trace: Trace | None = None,
@@ -48,6 +49,7 @@ class LLaDAEngine(SlotEngine):
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
         )
 
     def new_state(self, request: GenerationRequest, seed: int) -> RequestState:

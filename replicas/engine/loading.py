@@ -9,14 +9,20 @@ from pathlib import Path
 import torch
 
 from configs.schema import EngineConfig, ModelConfig
-from replicas.attention.kv_cache import KVCache
 from replicas.engine.llada_engine import LLaDAEngine
-from replicas.engine.memory import check_kv_memory
 from replicas.engine.qwen_engine import QwenEngine
+from replicas.engine.rank import EngineRank, KVLimits
+from replicas.engine.rank_processes import (
+    check_divisible,
+    check_kv_memory_on_all,
+    load_on_all,
+    start_ranks,
+)
 from replicas.engine.slot_engine import SlotEngine
 from replicas.errors import ModelLoadError
 from replicas.model_info import ModelInfo, load_model_info
-from replicas.models.registry import load_model
+from replicas.models.linear import cpu_has_fast_bfloat16
+from replicas.parallel.group import SINGLE_RANK
 
 logger = logging.getLogger(__name__)
 
@@ -26,29 +32,44 @@ def load_engine(config: ModelConfig, path: str | Path, *, progress: bool = True)
     engine_config = config.engine
     info = load_model_info(path, max_model_len=engine_config.max_model_len, block_length=config.block_length)
     device = resolve_device(engine_config.device)
-    if device.type == "cpu":
-        torch.set_num_threads(engine_config.num_threads or max(1, int(config.resources.num_cpus)))
     dtype = resolve_dtype(engine_config.dtype, info, device)
-    model = load_model(info, dtype=dtype, device=device, progress=progress)
-    needed = check_kv_memory(
-        bytes_per_slot=KVCache.bytes_per_slot(model, info.max_model_len),
-        max_num_seqs=engine_config.max_num_seqs,
-        max_model_len=info.max_model_len,
-        device=device,
-        kv_cache_memory_bytes=engine_config.kv_cache_memory_bytes,
-        kv_memory_fraction=engine_config.kv_memory_fraction,
+    num_threads = engine_config.num_threads or max(1, int(config.resources.num_cpus))
+    limits = KVLimits(
+        engine_config.max_num_seqs,
+        info.max_model_len,
+        engine_config.kv_cache_memory_bytes,
+        engine_config.kv_memory_fraction,
     )
+    ranks = None
+    rank = EngineRank(SINGLE_RANK, device)
+    try:
+        if engine_config.tensor_parallel_size == 1:
+            rank.load(info, dtype, num_threads, progress)
+            needed = rank.check_kv_memory(limits, 1)
+        else:
+            check_divisible(info, engine_config.tensor_parallel_size)
+            ranks = start_ranks(engine_config.tensor_parallel_size, device)
+            rank, memories = load_on_all(ranks, info, dtype, num_threads, progress)
+            needed = sum(check_kv_memory_on_all(ranks, rank, limits, memories))
+        engine = build_engine(rank.model, info, engine_config)
+        if ranks is not None:
+            engine.runner.lead(ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.shutdown()
+        raise
     logger.info(
-        "%s: %s on %s in %s, %d slots of %d tokens (%.1f MiB of KV)",
+        "%s: %s on %d x %s in %s, %d slots of %d tokens (%.1f MiB of KV)",
         config.name,
         info.architecture,
+        engine_config.tensor_parallel_size,
         device,
         dtype,
         engine_config.max_num_seqs,
         info.max_model_len,
         needed / 2**20,
     )
-    return build_engine(model, info, engine_config)
+    return engine
 
 
 def build_engine(model: object, info: ModelInfo, config: EngineConfig) -> SlotEngine:
@@ -59,6 +80,7 @@ def build_engine(model: object, info: ModelInfo, config: EngineConfig) -> SlotEn
         info,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
     )
 
 
@@ -72,12 +94,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, info: ModelInfo, device: torch.device) -> torch.dtype:
-    """``auto``: the checkpoint's dtype on a GPU; on a CPU bfloat16 when stored so, else float32 (float16
-    arithmetic is slow or missing there)."""
+    """``auto``: the checkpoint's dtype on a GPU; on a CPU bfloat16 when stored so and the CPU computes in it, else
+    float32 (other 16-bit arithmetic is emulated there, several times as slow)."""
     if name != "auto":
         return getattr(torch, name)
     stored = stored_dtype(info)
-    if device.type == "cpu" and stored is not torch.bfloat16:
+    if device.type == "cpu" and not (stored is torch.bfloat16 and cpu_has_fast_bfloat16()):
         return torch.float32
     return stored
 

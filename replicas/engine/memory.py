@@ -33,16 +33,20 @@ def check_kv_memory(
     device: torch.device,
     kv_cache_memory_bytes: int | None,
     kv_memory_fraction: float,
+    num_ranks: int = 1,
 ) -> int:
-    """Bytes that the slots need. Raises ``ModelLoadError`` with all numbers when they do not fit the budget:
-    ``kv_cache_memory_bytes``, or else ``kv_memory_fraction`` of the memory free now."""
+    """Bytes that the slots of this rank need. Raises ``ModelLoadError`` with all numbers when they do not fit the
+    budget: ``kv_cache_memory_bytes``, or else ``kv_memory_fraction`` of the memory free now, of which each of the
+    ``num_ranks`` tensor-parallel ranks that share it gets its part."""
     needed = bytes_per_slot * max_num_seqs
     if kv_cache_memory_bytes is not None:
         available, source = kv_cache_memory_bytes, "`kv_cache_memory_bytes`"
     else:
         free = free_memory_bytes(device)
-        available = int(free * kv_memory_fraction)
+        available = int(free * kv_memory_fraction) // num_ranks
         source = f"`kv_memory_fraction` {kv_memory_fraction:g} of {free} bytes free on {device}"
+        if num_ranks > 1:
+            source += f" for {num_ranks} ranks"
     if needed > available:
         raise ModelLoadError(
             f"the KV slots do not fit: {needed} bytes are needed for `max_num_seqs` {max_num_seqs} slots of "

@@ -9,6 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from replicas.model_info import ModelInfo
 from replicas.protocol import FinishReason, GenerationRequest, RequestOutput, TokenLogprob
@@ -77,6 +80,29 @@ class RequestState(ABC):
         """Prompt tokens not computed yet, and new tokens still allowed."""
         return max(0, self.num_given - self.num_computed_tokens) + max(0, self.end - self.emit_position)
 
+    @cached_property
+    def given_tokens(self) -> np.ndarray:
+        """int32 [num_given]"""
+        return np.array(self.tokens[: self.num_given], dtype=np.int32)
+
+    @property
+    def computed_tokens(self) -> np.ndarray:
+        """int32 [num_computed_tokens]: the tokens whose keys and values in the slot are final."""
+        generated = self.tokens[self.num_given : self.num_computed_tokens]
+        return np.concatenate(
+            [self.given_tokens[: self.num_computed_tokens], np.array(generated, dtype=np.int32)]
+        )
+
+    def take_cached(self, num_tokens: int) -> None:
+        """The slot holds the keys and values of the first ``num_tokens`` given tokens, computed by others."""
+        self.num_computed_tokens = num_tokens
+        # Reported to the client, who knows of no resumed tokens.
+        self.num_cached_tokens = min(num_tokens, len(self.request.prompt_token_ids))
+
+    @abstractmethod
+    def reusable_prefix(self, num_tokens: int) -> int:
+        """How many of the first ``num_tokens`` given tokens may come from another request's computation."""
+
     @property
     @abstractmethod
     def num_pending_tokens(self) -> int:
@@ -126,6 +152,10 @@ class RequestState(ABC):
 
 class AutoregressiveState(RequestState):
     """One token per forward, from the logits of the last token."""
+
+    def reusable_prefix(self, num_tokens: int) -> int:
+        # The logits of the last given token decide the first new one.
+        return min(num_tokens, self.num_given - 1)
 
     @property
     def num_pending_tokens(self) -> int:

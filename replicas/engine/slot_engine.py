@@ -11,6 +11,7 @@ import torch
 
 from replicas.decoding.sampling import SamplingRows, select_tokens, token_logprobs
 from replicas.engine.model_runner import ModelRunner
+from replicas.engine.prefix_cache import PrefixCache
 from replicas.engine.request_state import RequestState, RowInput
 from replicas.engine.scheduler import ScheduledRow
 from replicas.engine.slots import SlotAllocator
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 class SlotEngine(ABC):
     """A model with ``max_num_seqs`` KV slots, each of ``max_model_len`` positions; both fixed here.
 
-    Raises ``ModelLoadError`` for limits that cannot work. Not thread-safe.
+    ``enable_prefix_caching``: a freed slot keeps its tokens, and a request that begins alike does not compute
+    them again. Raises ``ModelLoadError`` for limits that cannot work. Not thread-safe.
     """
 
     block_length: int | None = None
@@ -46,6 +48,7 @@ class SlotEngine(ABC):
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
     ) -> None:
         limit = info.max_model_len if max_model_len is None else max_model_len
         if info.block_length is not None:
@@ -65,6 +68,7 @@ class SlotEngine(ABC):
         self.max_model_len = limit
         self.max_num_batched_tokens = max_num_batched_tokens
         self.slots = SlotAllocator()
+        self.prefix_cache = PrefixCache(self.slots) if enable_prefix_caching else None
         self.allocate_batch_slots(max_num_seqs)
         self.runner = ModelRunner(model, max_num_seqs, limit, self.block_length)
         self._states: dict[str, RequestState] = {}
@@ -77,6 +81,7 @@ class SlotEngine(ABC):
             max_model_len=self.max_model_len,
             block_length=self.block_length,
             logprobs=self.supports_logprobs,
+            prefix_caching=self.prefix_cache is not None,
         )
 
     def supports_batching(self) -> bool:
@@ -88,13 +93,21 @@ class SlotEngine(ABC):
         self.slots.allocate_batch_slots(n)
 
     def allocate_slot(self, request_id: str) -> int:
-        """Raises ``SlotError`` for a duplicate, ``SlotsExhaustedError`` when no slot is free."""
-        return self.slots.allocate_slot(request_id)
+        """The least recently used slot, with nothing cached: the tokens are not known yet.
+
+        Raises ``SlotError`` for a duplicate, ``SlotsExhaustedError`` when no slot is free.
+        """
+        slot = self.slots.allocate_slot(request_id)
+        if self.prefix_cache is not None:
+            self.prefix_cache.forget(slot)
+        return slot
 
     def free_slot(self, request_id: str) -> int:
         """Ends a request in any phase. Raises ``SlotError`` for one without a slot."""
-        self._states.pop(request_id, None)
-        return self.slots.free_slot(request_id)
+        state = self._states.pop(request_id, None)
+        if state is None or self.prefix_cache is None:
+            return self.slots.free_slot(request_id)
+        return self.prefix_cache.free(state)
 
     def batch_prefill(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
         """Computes the prompts of requests that have slots, together, in chunks of at most
@@ -155,10 +168,7 @@ class SlotEngine(ABC):
                 outputs.append(failed_output(scheduled.state, error))
         if not batch:
             return outputs
-        with torch.inference_mode():
-            chosen = self._choose(
-                self.runner.forward([(self._slot(state), row) for state, row in batch]), batch
-            )
+        chosen = self._forward(batch)
         for (state, row), (tokens, confidence, logprobs) in zip(batch, chosen, strict=True):
             try:
                 output = state.apply(row, tokens, confidence, logprobs)
@@ -177,6 +187,23 @@ class SlotEngine(ABC):
     def _slot(self, state: RequestState) -> int:
         assert state.slot is not None
         return state.slot
+
+    @torch.inference_mode()
+    def _forward(
+        self, batch: list[tuple[RequestState, RowInput]]
+    ) -> list[tuple[list[int], list[float], list[TokenLogprob] | None]]:
+        """Copies prefixes, runs the model, chooses: see ``_choose``."""
+        cache = self.prefix_cache
+        rows = [(self._slot(state), row) for state, row in batch]
+        try:
+            chosen = self._choose(self.runner.forward(rows, cache.copies if cache else ()), batch)
+        except BaseException:
+            if cache is not None:
+                cache.copies_failed()
+            raise
+        if cache is not None:
+            cache.copies_done()
+        return chosen
 
     def _choose(
         self, logits: Iterator[torch.Tensor], batch: list[tuple[RequestState, RowInput]]

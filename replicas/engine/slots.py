@@ -6,10 +6,11 @@ from replicas.errors import SlotError, SlotsExhaustedError
 
 
 class SlotAllocator:
-    """Hands out slots 0 to n - 1, lowest free number first. Not thread-safe: the step loop owns it."""
+    """Hands out slots 0 to n - 1, the least recently used one first. Not thread-safe: the step loop owns it."""
 
     def __init__(self, num_slots: int | None = None) -> None:
-        self._free: list[int] = []
+        # In the order of their last use; the values mean nothing.
+        self._free: dict[int, None] = {}
         self._owner: dict[str, int] = {}
         self._num_slots = 0
         if num_slots is not None:
@@ -23,6 +24,11 @@ class SlotAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def free_slots(self) -> list[int]:
+        """The least recently used one first."""
+        return list(self._free)
+
     def allocate_batch_slots(self, n: int) -> None:
         """Sets the number of slots, once. Raises ``SlotError`` for n < 1 and for a later change of it."""
         if n < 1:
@@ -34,17 +40,23 @@ class SlotAllocator:
             )
         if not self._num_slots:
             self._num_slots = n
-            # Descending, so that pop() takes the lowest.
-            self._free = list(range(n - 1, -1, -1))
+            self._free = dict.fromkeys(range(n))
 
-    def allocate_slot(self, request_id: str) -> int:
-        """The slot of a new request. Raises ``SlotError`` when it has one, ``SlotsExhaustedError`` when none
-        is free."""
+    def allocate_slot(self, request_id: str, slot: int | None = None) -> int:
+        """The slot of a new request: ``slot``, or the least recently used free one.
+
+        Raises ``SlotError`` when the request has one or ``slot`` is in use, ``SlotsExhaustedError`` when none
+        is free.
+        """
         if request_id in self._owner:
             raise SlotError(f"request {request_id!r} already has slot {self._owner[request_id]}")
         if not self._free:
             raise SlotsExhaustedError(f"no free slot: all {self._num_slots} are in use")
-        slot = self._free.pop()
+        if slot is None:
+            slot = next(iter(self._free))
+        elif slot not in self._free:
+            raise SlotError(f"slot {slot} is not free", param="slot")
+        del self._free[slot]
         self._owner[request_id] = slot
         return slot
 
@@ -52,8 +64,7 @@ class SlotAllocator:
         """Returns the slot that became free. Raises ``SlotError`` when the request has none."""
         slot = self.slot_of(request_id)
         del self._owner[request_id]
-        self._free.append(slot)
-        self._free.sort(reverse=True)
+        self._free[slot] = None
         return slot
 
     def slot_of(self, request_id: str) -> int:
@@ -62,3 +73,13 @@ class SlotAllocator:
             return self._owner[request_id]
         except KeyError:
             raise SlotError(f"request {request_id!r} has no slot") from None
+
+    def touch(self, slot: int) -> None:
+        """Counts as a use of a free slot: it is the last of them to be handed out now."""
+        del self._free[slot]
+        self._free[slot] = None
+
+    def expire(self, slot: int) -> None:
+        """The opposite of ``touch``: a free slot that holds nothing of worth is handed out first."""
+        del self._free[slot]
+        self._free = {slot: None, **self._free}

@@ -17,8 +17,6 @@ class TensorParallelGroup:
     def __init__(self, rank: int = 0, size: int = 1, process_group: Any = None) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"`rank` must be 0 to {size - 1}, got {rank}")
-        if size > 1 and process_group is None:
-            raise ValueError(f"`process_group` is required for {size} ranks")
         self.rank, self.size = rank, size
         self._process_group = process_group
 
@@ -36,6 +34,15 @@ class TensorParallelGroup:
         parts = [torch.empty_like(x) for _ in range(self.size)] if self.rank == 0 else None
         self._process_group.gather([parts] if parts else [], [x]).wait()
         return torch.cat(parts, dim=-1) if parts else None
+
+    def abort(self) -> None:
+        """Ends NCCL kernels that wait for a rank that is gone; from any thread. Gloo notices by itself."""
+        if self._process_group is not None:
+            self._process_group.abort()
+
+    def close(self) -> None:
+        """Leaves the group: closes the sockets."""
+        self._process_group = None
 
 
 SINGLE_RANK = TensorParallelGroup()

@@ -163,9 +163,9 @@ def test_a_sampled_case_is_run_but_not_compared(small: Path) -> None:
 def test_more_forwards_than_needed_are_found(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = ModelRunner.forward
 
-    def twice(self, rows):
-        list(forward(self, rows))
-        return forward(self, rows)
+    def twice(self, *args):
+        list(forward(self, *args))
+        return forward(self, *args)
 
     monkeypatch.setattr(ModelRunner, "forward", twice)
     status, text = verify(small)
@@ -281,8 +281,8 @@ def test_bfloat16_with_a_wrong_router_is_found(small: Path, monkeypatch: pytest.
     """The replay must not hide a router that goes wrong only there."""
     take = CheckpointWeights.take
 
-    def reversed_gate(self, name, *shape, dtype=None):
-        tensor = take(self, name, *shape, dtype=dtype)
+    def reversed_gate(self, name, *shape, **options):
+        tensor = take(self, name, *shape, **options)
         wrong = self._dtype == torch.bfloat16 and name.endswith("gate.weight")
         return tensor.flip(0) if wrong else tensor
 

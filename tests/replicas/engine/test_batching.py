@@ -105,7 +105,7 @@ def test_seeds_decide(golden, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("chunk", [32, 64, 256])
+@pytest.mark.parametrize("chunk", [32, 64, 256, 4096])
 def test_chunk_sizes_give_the_same(golden, name, chunk):
     requests = mixed_requests(golden, name)
     expected = solo(golden, name, requests)

@@ -205,7 +205,7 @@ def test_a_fault_in_a_step_fails_its_requests_only(golden, core_of, name, monkey
         core.submit(golden.make(request_id, (1, 2, 3), max_tokens=20))
     core.step()
     original = core.engine.runner.forward
-    monkeypatch.setattr(core.engine.runner, "forward", lambda rows: 1 / 0)
+    monkeypatch.setattr(core.engine.runner, "forward", lambda rows, copies: 1 / 0)
     outputs = {output.request_id: output for output in core.step().outputs}
     assert set(outputs) == {"a", "b"}
     for output in outputs.values():

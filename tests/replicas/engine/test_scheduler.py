@@ -47,7 +47,7 @@ def test_admission_is_first_come_first_served_and_waits_for_a_slot():
     assert len(scheduler) == 0
 
 
-def test_prompts_share_the_budget_in_order_of_arrival():
+def test_prompts_share_the_budget_by_halves_then_in_order_of_arrival():
     scheduler = Scheduler(SlotAllocator(4), max_num_batched_tokens=10)
     for name, length in (("a", 14), ("b", 3), ("c", 30)):
         scheduler.add(state(name, length))
@@ -56,8 +56,39 @@ def test_prompts_share_the_budget_in_order_of_arrival():
         rows = scheduler.schedule()
         seen.append(plan(rows))
         advance(rows)
-    # a and b decode from the third step on, and c takes what they leave.
-    assert seen == [[("a", 10)], [("a", 4), ("b", 3), ("c", 3)], [("a", 1), ("b", 1), ("c", 8)]]
+    # 5, 2 and 1 in the first pass, and the 2 that are left go to a. From the third step on a and b decode.
+    assert seen == [
+        [("a", 7), ("b", 2), ("c", 1)],
+        [("a", 7), ("b", 1), ("c", 2)],
+        [("a", 1), ("b", 1), ("c", 8)],
+    ]
+
+
+def test_shared_budgets_are_whole_blocks_and_used_in_full():
+    scheduler = Scheduler(SlotAllocator(4), max_num_batched_tokens=224, block_length=32)
+    for name, length in (("a", 900), ("b", 40), ("c", 200)):
+        scheduler.add(state(name, length, diffusion=True))
+    # Halves: 3 blocks of 7, 2 of 4, 1 of 2; the last one goes to a.
+    assert plan(scheduler.schedule()) == [("a", 128), ("b", 64), ("c", 32)]
+
+
+def test_one_prompt_has_the_whole_budget():
+    for diffusion in (False, True):
+        block = 32 if diffusion else None
+        scheduler = Scheduler(SlotAllocator(4), max_num_batched_tokens=256, block_length=block)
+        scheduler.add(state("a", 900, diffusion=diffusion))
+        assert plan(scheduler.schedule()) == [("a", 256)]
+
+
+def test_decoding_requests_that_need_more_than_the_budget_leave_one_block_to_the_first_prompt():
+    scheduler = Scheduler(SlotAllocator(8), max_num_batched_tokens=64, block_length=32)
+    for name in "abc":
+        scheduler.add(state(name, 1, diffusion=True, max_tokens=200))
+    while not all(one.started for one in scheduler.running) or not scheduler.running:
+        advance(scheduler.schedule())
+    scheduler.add(state("d", 100, diffusion=True))
+    scheduler.add(state("e", 100, diffusion=True))
+    assert plan(scheduler.schedule()) == [("a", 32), ("b", 32), ("c", 32), ("d", 32)]
 
 
 def test_decoding_requests_never_wait_for_a_prompt_nor_the_prompt_for_them():

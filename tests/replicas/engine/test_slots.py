@@ -4,14 +4,27 @@ from replicas.engine.slots import SlotAllocator
 from replicas.errors import SlotError, SlotsExhaustedError
 
 
-def test_slots_are_handed_out_lowest_first_and_come_back():
+def test_slots_are_handed_out_by_age_and_come_back():
     slots = SlotAllocator(3)
     assert [slots.allocate_slot(name) for name in "abc"] == [0, 1, 2]
     assert slots.num_free == 0
     assert slots.free_slot("b") == 1
     assert slots.free_slot("a") == 0
-    assert slots.allocate_slot("d") == 0
+    assert slots.free_slots == [1, 0]
+    assert slots.allocate_slot("d") == 1
     assert slots.slot_of("c") == 2
+
+
+def test_a_slot_can_be_chosen_used_and_expired():
+    slots = SlotAllocator(4)
+    assert slots.allocate_slot("a", 2) == 2
+    with pytest.raises(SlotError, match="slot 2 is not free"):
+        slots.allocate_slot("b", 2)
+    slots.touch(0)
+    assert slots.free_slots == [1, 3, 0]
+    slots.expire(3)
+    assert slots.free_slots == [3, 1, 0]
+    assert slots.allocate_slot("b") == 3
 
 
 def test_exhausted_duplicate_and_unknown_are_named():
