@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from replicas.errors import BlockserveError
+from replicas.parallel.process_group import FOREVER
 
 #: Bytes of a broadcast that most commands fit into; what is longer takes a second one.
 FIRST_BYTES = 4096
@@ -42,16 +45,16 @@ class CommandChannel:
         self._rank = rank
         self._size = size
 
-    def send(self, command: Command) -> None:
-        """Rank 0."""
+    def send(self, command: Command, timeout: timedelta = FOREVER) -> None:
+        """Rank 0: returns when every rank waits for a command, or has taken this one; after ``timeout`` raises."""
         data = pickle.dumps(command, protocol=5)
         message = bytearray(max(FIRST_BYTES, _LENGTH_BYTES + len(data)))
         message[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
         message[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data
         buffer = torch.frombuffer(message, dtype=torch.uint8)
-        self._broadcast(buffer[:FIRST_BYTES])
+        self._broadcast(buffer[:FIRST_BYTES], timeout)
         if len(buffer) > FIRST_BYTES:
-            self._broadcast(buffer[FIRST_BYTES:])
+            self._broadcast(buffer[FIRST_BYTES:], timeout)
 
     def receive(self) -> Command:
         """The other ranks: waits for the next command, without a timeout and without using the CPU."""
@@ -83,5 +86,7 @@ class CommandChannel:
         """Closes the sockets, whoever still holds this object."""
         self._backend = None
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        self._backend.broadcast([tensor]).wait()
+    def _broadcast(self, tensor: torch.Tensor, timeout: timedelta = FOREVER) -> None:
+        options = dist.BroadcastOptions()
+        options.timeout = timeout
+        self._backend.broadcast([tensor], options).wait()

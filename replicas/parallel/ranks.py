@@ -150,7 +150,7 @@ class Ranks:
             channel = self._channel if self._failure is None else None
         try:
             if channel is not None:
-                channel.send(Command(STOP))
+                channel.send(Command(STOP), timedelta(seconds=STOP_TIMEOUT_S))
         except RuntimeError:
             channel = None
         if channel is None or not self._launcher.join(STOP_TIMEOUT_S):

@@ -299,8 +299,9 @@ def test_a_step_that_hangs_ends_at_shutdown(core: EngineCore, monkeypatch) -> No
     process.suspend()
     core.start()
     core.submit(long_request("a"), on_finish=finished.append)
-    while core.engine.runner._unread is None:
+    while not core._scheduler.running:
         time.sleep(0.01)
+    time.sleep(0.2)
     core.shutdown()
     (output,) = finished
     assert output.error.retryable

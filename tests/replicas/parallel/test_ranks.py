@@ -132,11 +132,20 @@ def test_a_rank_that_hangs_can_be_killed(start: Start, monkeypatch: pytest.Monke
     threading.Timer(0.2, ranks.kill).start()
     with pytest.raises(EngineDeadError, match="were killed"):
         ranks.call("sums", local=own.sums)
-    hanging, _, processes = start(2)
-    processes[-1].send_signal(signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("where", ["waiting for a command", "at work"])
+def test_a_rank_that_hangs_does_not_stop_the_shutdown(
+    start: Start, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    ranks, _, processes = start(2)
     monkeypatch.setattr(ranks_module, "STOP_TIMEOUT_S", 0.5)
-    hanging.shutdown()
-    assert not any(p.is_running() for p in processes)
+    if where == "at work":
+        ranks.send("sleep", 10_000)
+    else:
+        processes[0].send_signal(signal.SIGSTOP)
+    ranks.shutdown()
+    assert not processes[0].is_running()
 
 
 def test_ranks_end_with_their_parent() -> None:
