@@ -67,7 +67,7 @@ class SlotEngine(ABC):
         self.info = info
         self.max_model_len = limit
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.slots = SlotAllocator()
+        self.slots = SlotAllocator(by_age=enable_prefix_caching)
         self.prefix_cache = PrefixCache(self.slots) if enable_prefix_caching else None
         self.allocate_batch_slots(max_num_seqs)
         self.runner = ModelRunner(model, max_num_seqs, limit, self.block_length)
@@ -93,7 +93,7 @@ class SlotEngine(ABC):
         self.slots.allocate_batch_slots(n)
 
     def allocate_slot(self, request_id: str) -> int:
-        """The least recently used slot, with nothing cached: the tokens are not known yet.
+        """A free slot, with nothing cached: the tokens are not known yet.
 
         Raises ``SlotError`` for a duplicate, ``SlotsExhaustedError`` when no slot is free.
         """

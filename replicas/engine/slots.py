@@ -6,9 +6,12 @@ from replicas.errors import SlotError, SlotsExhaustedError
 
 
 class SlotAllocator:
-    """Hands out slots 0 to n - 1, the least recently used one first. Not thread-safe: the step loop owns it."""
+    """Hands out slots 0 to n - 1: the least recently used one first where slots keep what they hold, otherwise
+    (``by_age`` False) the lowest number, so that live requests are neighbours. Not thread-safe: the step loop
+    owns it."""
 
-    def __init__(self, num_slots: int | None = None) -> None:
+    def __init__(self, num_slots: int | None = None, *, by_age: bool = True) -> None:
+        self._by_age = by_age
         # In the order of their last use; the values mean nothing.
         self._free: dict[int, None] = {}
         self._owner: dict[str, int] = {}
@@ -43,7 +46,7 @@ class SlotAllocator:
             self._free = dict.fromkeys(range(n))
 
     def allocate_slot(self, request_id: str, slot: int | None = None) -> int:
-        """The slot of a new request: ``slot``, or the least recently used free one.
+        """The slot of a new request: ``slot``, or the first in the order of this allocator.
 
         Raises ``SlotError`` when the request has one or ``slot`` is in use, ``SlotsExhaustedError`` when none
         is free.
@@ -53,7 +56,7 @@ class SlotAllocator:
         if not self._free:
             raise SlotsExhaustedError(f"no free slot: all {self._num_slots} are in use")
         if slot is None:
-            slot = next(iter(self._free))
+            slot = next(iter(self._free)) if self._by_age else min(self._free)
         elif slot not in self._free:
             raise SlotError(f"slot {slot} is not free", param="slot")
         del self._free[slot]

@@ -168,6 +168,33 @@ def test_copies_from_a_request_that_is_being_decoded(golden, cold, name):
     assert rounds > 2
 
 
+@pytest.mark.parametrize("name", ["llada2_b8", "llada2_b32"])
+@pytest.mark.parametrize("phase", ["decided", "denoising"])
+@pytest.mark.parametrize("source", ["busy", "free"])
+def test_a_block_is_offered_when_it_is_committed_and_not_before(golden, cold, name, phase, source):
+    """Between the last denoising pass of a block and the forward that commits it, all its tokens are known; what the
+    slot holds of it was computed from masks."""
+    core = golden.core(name, max_num_seqs=2)
+    final = SYSTEM[:35] + cold(name, SYSTEM[:35], 100)
+    core.submit(ask(golden, name, [SYSTEM[:35]], max_tokens=100)[0])
+    seen = 0
+    while seen < 2:
+        core.step()
+        leader = core._scheduler.get("r0")
+        decided = leader.num_computed_tokens < leader.canvas_start
+        seen += decided if phase == "decided" else leader.emit_position % BLOCK[name] > 1
+    computed = leader.num_computed_tokens
+    # Up to the end of the block in question, which begins where the final keys and values end.
+    known = final[: computed + BLOCK[name]]
+    assert leader.tokens[:computed] == known[:computed]
+    prompt = known + question(1, 2 * BLOCK[name])
+    if source == "free":
+        core.abort("r0")
+    output = core.generate(ask(golden, name, [prompt], first=1))["r1"]
+    assert output.num_cached_tokens == computed
+    assert output.new_token_ids == cold(name, prompt, 20)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_copies_in_one_step_do_not_mix(golden, cold, name):
     """The source of one copy becomes the target of the next one in the same step."""
@@ -219,6 +246,33 @@ def test_followers_go_on_without_their_leader(golden, cold, name, end, monkeypat
     assert core.stats().free_slots == 4
 
 
+@pytest.mark.parametrize("name", ["llada2_b8", AR])
+def test_a_forward_that_fails_takes_its_copies_with_it(golden, cold, name):
+    """A request that was admitted with a copy, but has no part in the forward, lives on without it."""
+    core = golden.core(name, max_num_seqs=3, max_num_batched_tokens=8 if name in BLOCK else 2)
+    core.generate(ask(golden, name, [SYSTEM[:64] + question(1, 100)]))
+    prompts = [question(2, 40), SYSTEM[:64] + question(3)]
+    for request in ask(golden, name, prompts):
+        core.submit(request)
+    copies = []
+
+    def broken(rows, copies_):
+        copies.extend(copies_)
+        assert len(rows) == 1
+        raise RuntimeError("broken on purpose")
+
+    original, core.engine.runner.forward = core.engine.runner.forward, broken
+    (output,) = core.step().outputs
+    core.engine.runner.forward = original
+    assert (output.request_id, output.finish_reason) == ("r0", FinishReason.ERROR)
+    assert [num_tokens for _, _, num_tokens in copies] == [64]
+    assert core._scheduler.get("r1").num_computed_tokens == 0
+    got = []
+    while core.has_work():
+        got += [token for output in core.step().outputs for token in output.new_token_ids]
+    assert got == cold(name, prompts[1], 20)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_resumed_tokens_are_found_and_kept_too(golden, cold, name):
     core = golden.core(name, max_num_seqs=1)
@@ -256,6 +310,7 @@ def test_off_is_off(golden, cold, name):
         for i, prompt in enumerate(prompts):
             assert outputs[f"r{i}"].new_token_ids == cold(name, prompt, 20)
             assert outputs[f"r{i}"].num_cached_tokens == 0
+    assert [core.engine.allocate_slot(str(i)) for i in range(4)] == [0, 1, 2, 3]
     assert core.stats().num_cached_tokens == 0
     assert core.stats().num_prefill_tokens == 2 * sum(map(len, prompts))
 

@@ -15,6 +15,14 @@ def test_slots_are_handed_out_by_age_and_come_back():
     assert slots.slot_of("c") == 2
 
 
+def test_slots_that_keep_nothing_are_handed_out_lowest_first():
+    slots = SlotAllocator(3, by_age=False)
+    assert [slots.allocate_slot(name) for name in "abc"] == [0, 1, 2]
+    slots.free_slot("b")
+    slots.free_slot("a")
+    assert slots.allocate_slot("d") == 0
+
+
 def test_a_slot_can_be_chosen_used_and_expired():
     slots = SlotAllocator(4)
     assert slots.allocate_slot("a", 2) == 2
