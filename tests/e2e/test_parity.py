@@ -96,7 +96,11 @@ def test_stream_equals_answer_through_the_openai_client(server: Server, model: s
     )
     deltas = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(deltas) == plain.choices[0].message.content
-    assert chunks[-1].usage == plain.usage
+    usage = chunks[-1].usage
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [getattr(usage, name) for name in counts] == [getattr(plain.usage, name) for name in counts]
+    # The second request begins like the first one.
+    assert usage.prompt_tokens_details.cached_tokens >= plain.usage.prompt_tokens_details.cached_tokens
 
 
 @pytest.mark.parametrize("max_tokens", [1, 31, 33, 37])
