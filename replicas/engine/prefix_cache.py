@@ -13,14 +13,16 @@ from replicas.engine.slots import SlotAllocator
 _NOTHING = np.empty(0, dtype=np.int32)
 
 
-def common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of equal leading elements of two one-dimensional arrays."""
+def common_prefix_length(a: np.ndarray, b: np.ndarray, at_least: int = 1) -> int:
+    """Number of equal leading elements of two one-dimensional arrays; 0 where it is less than ``at_least``,
+    which costs next to nothing for most."""
     n = min(len(a), len(b))
-    if n == 0 or a[0] != b[0]:
+    if n < at_least or a[at_least - 1] != b[at_least - 1]:
         return 0
     differs = a[:n] != b[:n]
     first = int(differs.argmax())
-    return first if differs[first] else n
+    length = first if differs[first] else n
+    return length if length >= at_least else 0
 
 
 class PrefixCache:
@@ -114,7 +116,8 @@ class PrefixCache:
         longest, source = 0, None
         for slot in self._slots.free_slots:
             kept = self._kept.get(slot, _NOTHING)
-            prefix = state.reusable_prefix(common_prefix_length(kept, state.given_tokens))
+            common = common_prefix_length(kept, state.given_tokens, max(1, longest))
+            prefix = state.reusable_prefix(common)
             if prefix > longest or (
                 source is not None and prefix == longest and len(kept) < len(self._kept[source])
             ):
@@ -126,6 +129,8 @@ class PrefixCache:
         longest, source = 0, None
         for slot, other in self._running.items():
             if other is state:
+                continue
+            if other.num_computed_tokens <= longest:
                 continue
             prefix = state.reusable_prefix(_common_with_computed(other, state.given_tokens))
             if prefix > longest:

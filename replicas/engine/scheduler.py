@@ -155,7 +155,7 @@ class Scheduler:
                 return
             if leader.started:
                 continue
-            common = common_prefix_length(leader.given_tokens, state.given_tokens)
+            common = common_prefix_length(leader.given_tokens, state.given_tokens, longest + 1)
             length = state.reusable_prefix(common)
             if length > longest and length > leader.num_computed_tokens:
                 longest = length

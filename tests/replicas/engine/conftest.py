@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from prefix_requests import ask
 
 from replicas.engine.core import EngineCore
 from replicas.model_info import load_model_info
@@ -81,3 +82,16 @@ def golden():
     return SimpleNamespace(
         loaded=_loaded, cases=_cases, core=_core, request=_request, make=_make, prompts=_prompts, path=GOLDEN
     )
+
+
+@pytest.fixture(scope="session")
+def cold(golden):
+    """Tokens of a request alone in an engine that caches nothing."""
+
+    @functools.cache
+    def tokens(name, prompt, max_tokens):
+        (request,) = ask(golden, name, [prompt], max_tokens)
+        core = golden.core(name, max_num_seqs=1, enable_prefix_caching=False)
+        return core.generate([request])["r0"].new_token_ids
+
+    return lambda name, prompt, max_tokens: tokens(name, tuple(prompt), max_tokens)

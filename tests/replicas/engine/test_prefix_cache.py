@@ -81,7 +81,10 @@ def seq(start, count):
     ],
 )
 def test_common_prefix_length(a, b, length):
-    assert common_prefix_length(np.array(a, np.int32), np.array(b, np.int32)) == length
+    a, b = np.array(a, np.int32), np.array(b, np.int32)
+    assert common_prefix_length(a, b) == length
+    for at_least in range(1, 6):
+        assert common_prefix_length(a, b, at_least) == (length if length >= at_least else 0)
 
 
 def test_what_may_be_reused():
