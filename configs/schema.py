@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+#: Ranks of one replica at most.
+MAX_TENSOR_PARALLEL_SIZE = 64
+
 
 class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -23,7 +26,7 @@ class EngineConfig(StrictModel):
     #: computes in it (AVX512), else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     #: Ranks that share the model's weights and KV heads. ``resources.num_cpus`` and ``num_gpus`` are those of one rank.
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_TENSOR_PARALLEL_SIZE)] = 1
     #: Requests in one forward, and KV slots. 1 is the single session.
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 8
     #: Tokens (prompt and new) of one request; None is the checkpoint's max_position_embeddings.

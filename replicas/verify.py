@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from configs.schema import MAX_TENSOR_PARALLEL_SIZE
 from replicas.engine.rank_processes import check_divisible, load_on_all, start_ranks
 from replicas.errors import ModelLoadError
 from replicas.model_info import load_model_info
@@ -24,7 +25,6 @@ from replicas.verify_numbers import TOLERANCE, FileReport, verify_filters, verif
 logger = logging.getLogger(__name__)
 
 SHOWN_MISMATCHES = 3
-MAX_RANKS = 64
 
 
 def run_verify(
@@ -43,10 +43,15 @@ def run_verify(
     or a damaged checkpoint or file, is a failure, and all others are still verified.
     """
     size = tensor_parallel_size
-    if engine != "torch" or dtype not in TOLERANCE or concurrent < 1 or not 1 <= size <= MAX_RANKS:
+    if (
+        engine != "torch"
+        or dtype not in TOLERANCE
+        or concurrent < 1
+        or not 1 <= size <= MAX_TENSOR_PARALLEL_SIZE
+    ):
         given = f"engine {engine!r}, dtype {dtype!r}, concurrent {concurrent}, tensor parallel size {size}"
         out(f"{given}: engine torch, a dtype out of {', '.join(TOLERANCE)}, at least 1 case at once and 1 to "
-            f"{MAX_RANKS} ranks are supported")  # fmt: skip
+            f"{MAX_TENSOR_PARALLEL_SIZE} ranks are supported")  # fmt: skip
         return 1
     failed, cases, files, not_comparable = 0, 0, 0, 0
     # Reference models are tiny: several threads spend their time waiting for one another.

@@ -58,13 +58,8 @@ def paged_attention(
         if metadata.causal and q_len > 1:
             result = _causal(query, key, value, scale)
         else:
-            # No mask is needed, so the query heads of one KV head become further query rows: no key is
-            # repeated, and a decode row is one matrix product instead of many vector products.
-            folded = _fold(query, key.shape[1])
-            result = F.scaled_dot_product_attention(
-                folded[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], scale=scale
-            )[0]
-            result = _unfold(result, q_len)
+            key, value = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+            result = _unmasked(query, key, value, q_len, scale)
         output[row.start : row.end] = result
     return output
 
@@ -73,16 +68,29 @@ def _grouped(
     query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: AttentionGroup, scale: float
 ) -> torch.Tensor:
     """All rows of a group in one call, on views of their pages."""
-    _, heads, head_dim = query.shape
-    kv_heads = k_cache.shape[2]
     pages = slice(group.first_page, group.first_page + group.num_rows)
     key = k_cache[pages, : group.max_seq_len].transpose(1, 2)
     value = v_cache[pages, : group.max_seq_len].transpose(1, 2)
-    folded = query.view(group.num_rows, group.q_len, kv_heads, heads // kv_heads, head_dim)
-    folded = folded.transpose(1, 2).reshape(group.num_rows, kv_heads, -1, head_dim)
-    result = F.scaled_dot_product_attention(folded, key, value, attn_mask=group.mask, scale=scale)
-    result = result.view(group.num_rows, kv_heads, group.q_len, -1, head_dim).transpose(1, 2)
-    return result.reshape(-1, heads, head_dim)
+    return _unmasked(query, key, value, group.q_len, scale, group.mask)
+
+
+def _unmasked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    q_len: int,
+    scale: float,
+    padding: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of rows whose queries all see the same keys. ``query``: [rows * q_len, heads, d]; ``key``, ``value``:
+    [rows, kv_heads, keys, d]; ``padding``: see ``AttentionGroup.mask``.
+
+    No mask between queries is needed, so the query heads of one KV head become further query rows: no key is
+    repeated, and a decode row is one matrix product instead of many vector products.
+    """
+    folded = _fold(query, q_len, key.shape[1])
+    result = F.scaled_dot_product_attention(folded, key, value, attn_mask=padding, scale=scale)
+    return _unfold(result, q_len)
 
 
 def paged_attention_with_lse(
@@ -102,12 +110,13 @@ def paged_attention_with_lse(
         if not row.seq_len or row.start == row.end:
             continue
         key, value = _keys(k_cache, row).float(), _keys(v_cache, row).float()
-        folded = _fold(q[row.start : row.end].float(), key.shape[1])
+        q_len = row.end - row.start
+        folded = _fold(q[row.start : row.end].float(), q_len, key.shape[1])[0]
         scores = folded @ key.permute(1, 2, 0) * scale
         result = torch.softmax(scores, dim=-1) @ value.transpose(0, 1)
-        q_len = row.end - row.start
-        output[row.start : row.end] = _unfold(result, q_len).to(q.dtype)
-        lse[row.start : row.end] = _unfold(torch.logsumexp(scores, dim=-1, keepdim=True), q_len)[..., 0]
+        output[row.start : row.end] = _unfold(result[None], q_len).to(q.dtype)
+        sums = torch.logsumexp(scores, dim=-1, keepdim=True)
+        lse[row.start : row.end] = _unfold(sums[None], q_len)[..., 0]
     return output, lse
 
 
@@ -136,18 +145,15 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
     return result[0].transpose(0, 1)
 
 
-def _fold(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[q_len, heads, d] -> [kv_heads, q_len * heads / kv_heads, d]"""
-    q_len, heads, head_dim = query.shape
-    return (
-        query.view(q_len, kv_heads, heads // kv_heads, head_dim)
-        .transpose(0, 1)
-        .reshape(kv_heads, -1, head_dim)
-    )
+def _fold(query: torch.Tensor, q_len: int, kv_heads: int) -> torch.Tensor:
+    """[rows * q_len, heads, d] -> [rows, kv_heads, q_len * heads / kv_heads, d]"""
+    _, heads, head_dim = query.shape
+    split = query.view(-1, q_len, kv_heads, heads // kv_heads, head_dim)
+    return split.transpose(1, 2).reshape(len(split), kv_heads, -1, head_dim)
 
 
 def _unfold(result: torch.Tensor, q_len: int) -> torch.Tensor:
     """The inverse of ``_fold``."""
-    kv_heads, rows, head_dim = result.shape
-    groups = rows // q_len
-    return result.view(kv_heads, q_len, groups, head_dim).transpose(0, 1).reshape(q_len, -1, head_dim)
+    rows, kv_heads, queries, head_dim = result.shape
+    split = result.view(rows, kv_heads, q_len, queries // q_len, head_dim)
+    return split.transpose(1, 2).reshape(rows * q_len, -1, head_dim)

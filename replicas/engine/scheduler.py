@@ -130,10 +130,10 @@ class Scheduler:
             state = self.waiting.popleft()
             if self._prefix_cache is None:
                 state.slot = self._slots.allocate_slot(state.request_id)
-                self.running.append(state)
             else:
                 self._prefix_cache.allocate(state)
-                self.running.append(state)
+            self.running.append(state)
+            if self._prefix_cache is not None:
                 self._defer(state)
 
     def _resume_deferred(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -126,3 +127,33 @@ def _wait_ready(server: Server) -> None:
             if server.client.get("/ready").status_code == 200:
                 return
         time.sleep(0.5)
+
+
+async def read_stream(
+    client: httpx.AsyncClient,
+    body: dict,
+    begun: asyncio.Semaphore | None = None,
+    *,
+    may_be_refused: bool = False,
+) -> tuple[str, str | None]:
+    """Text of a streamed completion, and the code of the error that ended it (None: it ended well). Releases
+    ``begun`` at the first text. ``may_be_refused``: the error may also come as an HTTP status, before the stream."""
+    text = ""
+    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        if response.status_code != 200:
+            await response.aread()
+            assert may_be_refused, response.text
+            return text, response.json()["error"]["code"]
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                return text, None
+            event = json.loads(line[len("data: ") :])
+            if "error" in event:
+                return text, event["error"]["code"]
+            new = event["choices"][0]["text"] if event["choices"] else ""
+            if new and not text and begun is not None:
+                begun.release()
+            text += new
+    raise AssertionError(f"the stream ended without [DONE] and without an error, after {text!r}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from pathlib import Path
 
 import httpx
-from running_server import GOLDEN, Server, serve
+from running_server import GOLDEN, Server, read_stream, serve
 
 MODEL = {
     "name": "qwen",
@@ -19,29 +18,10 @@ MODEL = {
 BODY = {"model": "qwen", "prompt": [65, 66, 67, 68] * 8, "temperature": 0, "ignore_eos": True}
 
 
-async def read_stream(
+async def completion(
     client: httpx.AsyncClient, max_tokens: int, begun: asyncio.Semaphore | None = None
 ) -> tuple[str, str | None]:
-    """Text of a streamed completion, and the code of the error that ended it (None: it ended well). Releases
-    ``begun`` at the first text."""
-    text, body = "", BODY | {"max_tokens": max_tokens, "stream": True}
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            await response.aread()
-            return text, response.json()["error"]["code"]
-        async for line in response.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            if line == "data: [DONE]":
-                return text, None
-            event = json.loads(line[len("data: ") :])
-            if "error" in event:
-                return text, event["error"]["code"]
-            new = event["choices"][0]["text"] if event["choices"] else ""
-            if new and not text and begun is not None:
-                begun.release()
-            text += new
-    raise AssertionError(f"the stream ended without [DONE] and without an error, after {text!r}")
+    return await read_stream(client, BODY | {"max_tokens": max_tokens}, begun, may_be_refused=True)
 
 
 async def test_a_killed_replica_fails_only_what_had_begun(tmp_path: Path) -> None:
@@ -49,11 +29,11 @@ async def test_a_killed_replica_fails_only_what_had_begun(tmp_path: Path) -> Non
     with serve(config, tmp_path) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             await two_replicas(server)
-            expected, error = await read_stream(client, 900)
+            expected, error = await completion(client, 900)
             assert error is None
             # 12 requests on 2 x 4 slots: eight run, the others wait with nothing emitted.
             begun = asyncio.Semaphore(0)
-            requests = [asyncio.create_task(read_stream(client, 900, begun)) for _ in range(12)]
+            requests = [asyncio.create_task(completion(client, 900, begun)) for _ in range(12)]
             for _ in range(8):
                 await begun.acquire()
             server.replica_processes("qwen")[0].kill()
@@ -65,7 +45,7 @@ async def test_a_killed_replica_fails_only_what_had_begun(tmp_path: Path) -> Non
             assert 1 <= len(lost) <= 4, "only requests in the dead replica's slots had begun"
             assert all(text and expected.startswith(text) for text in lost)
             assert all(text == expected for text, error in results if error is None)
-            assert await read_stream(client, 20) == (await read_stream(client, 20))
+            assert await completion(client, 20) == (await completion(client, 20))
             await two_replicas(server)
             server.wait_idle("qwen")
 
@@ -76,13 +56,13 @@ async def test_a_second_replica_comes_with_the_load_and_goes_after_it(tmp_path: 
     with serve(config, tmp_path) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             assert len(server.replica_processes("qwen")) == 1
-            expected, _ = await read_stream(client, 100)
+            expected, _ = await completion(client, 100)
             serves = asyncio.Event()
 
             async def user() -> set[tuple[str, str | None]]:
                 answers = set()
                 while not serves.is_set():
-                    answers.add(await read_stream(client, 100))
+                    answers.add(await completion(client, 100))
                 return answers
 
             started = time.monotonic()
@@ -100,7 +80,7 @@ async def test_a_second_replica_comes_with_the_load_and_goes_after_it(tmp_path: 
             while len(server.replica_processes("qwen")) > 1:
                 assert time.monotonic() < deadline, "the second replica did not go after the load"
                 await asyncio.sleep(0.5)
-            assert (await read_stream(client, 20))[1] is None
+            assert (await completion(client, 20))[1] is None
 
 
 def serving_replicas(server: Server) -> int:

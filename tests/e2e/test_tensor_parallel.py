@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from pathlib import Path
 
 import httpx
 import psutil
-from running_server import GOLDEN, Server, golden, serve
+from running_server import GOLDEN, Server, golden, read_stream, serve
 
 MODEL = {
     "name": "qwen",
@@ -70,24 +69,3 @@ def text_of(ids: list[int]) -> str:
 
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "qwen3_dense_untied")
     return tokenizer.decode(ids, skip_special_tokens=True)
-
-
-async def read_stream(
-    client: httpx.AsyncClient, body: dict, begun: asyncio.Semaphore | None = None
-) -> tuple[str, str | None]:
-    """The text, and the code of the error that ended it (None: it ended well). Releases ``begun`` at the first text."""
-    text = ""
-    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-        assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line == "data: [DONE]":
-                return text, None
-            if line.startswith("data: "):
-                event = json.loads(line[len("data: ") :])
-                if "error" in event:
-                    return text, event["error"]["code"]
-                new = event["choices"][0]["text"] if event["choices"] else ""
-                if new and not text and begun is not None:
-                    begun.release()
-                text += new
-    raise AssertionError(f"the stream ended without [DONE] and without an error, after {text!r}")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scheduled_rows import advance, plan
 
 from replicas.engine.diffusion_state import DiffusionState
 from replicas.engine.prefix_cache import PrefixCache, common_prefix_length
@@ -23,17 +24,6 @@ def state(name, prompt, *, resume=(), diffusion=False):
         name, "m", tuple(prompt), SamplingParams(max_tokens=50, ignore_eos=True), None, tuple(resume)
     )
     return (DiffusionState if diffusion else AutoregressiveState)(request, DIFFUSION if diffusion else AR, 0)
-
-
-def advance(rows, token=1):
-    """What a forward does to the states."""
-    for scheduled in rows:
-        row = scheduled.state.prepare(scheduled.num_tokens)
-        scheduled.state.apply(row, [token] * len(row.decide), [0.0] * len(row.decide))
-
-
-def plan(rows):
-    return [(row.state.request_id, row.num_tokens) for row in rows]
 
 
 def world(num_slots, budget=1000, block_length=None):

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from scheduled_rows import advance, plan
 
 from replicas.engine.diffusion_state import DiffusionState
 from replicas.engine.request_state import AutoregressiveState
@@ -16,17 +17,6 @@ DIFFUSION = ModelInfo(Path("m"), "LLaDA2MoeModelLM", 100, 1024, (7,), 32, 99)
 def state(name, num_prompt, *, diffusion=False, max_tokens=8):
     request = GenerationRequest(name, "m", (1,) * num_prompt, SamplingParams(max_tokens=max_tokens))
     return (DiffusionState if diffusion else AutoregressiveState)(request, DIFFUSION if diffusion else AR, 0)
-
-
-def advance(rows, token=1):
-    """What a forward does to the states."""
-    for scheduled in rows:
-        row = scheduled.state.prepare(scheduled.num_tokens)
-        scheduled.state.apply(row, [token] * len(row.decide), [0.0] * len(row.decide))
-
-
-def plan(rows):
-    return [(row.state.request_id, row.num_tokens) for row in rows]
 
 
 def test_admission_is_first_come_first_served_and_waits_for_a_slot():
