@@ -43,9 +43,11 @@ def paged_attention(
     layer. A request whose keys lie in one page (a slot) is read in place, without a copy.
     """
     plan = attention_plan(metadata, k_cache.shape[1], q.dtype, q.device) if plan is None else plan
+    if len(plan.groups) == 1 and not plan.rows and isinstance(plan.groups[0].queries, slice):
+        return _grouped(q, k_cache, v_cache, plan.groups[0], scale)
     output = torch.empty_like(q)
     for group in plan.groups:
-        output[group.queries] = _grouped(q[group.queries], k_cache, v_cache, group, scale)
+        output[group.queries] = _grouped(q, k_cache, v_cache, group, scale)
     for row in plan.rows:
         if row.start == row.end:
             continue
@@ -65,13 +67,13 @@ def paged_attention(
 
 
 def _grouped(
-    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: AttentionGroup, scale: float
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: AttentionGroup, scale: float
 ) -> torch.Tensor:
-    """All rows of a group in one call, on views of their pages."""
+    """All rows of a group in one call, on views of their pages: [rows * q_len, heads, d]"""
     pages = slice(group.first_page, group.first_page + group.num_rows)
     key = k_cache[pages, : group.max_seq_len].transpose(1, 2)
     value = v_cache[pages, : group.max_seq_len].transpose(1, 2)
-    return _unmasked(query, key, value, group.q_len, scale, group.mask)
+    return _unmasked(q[group.queries], key, value, group.q_len, scale, group.mask)
 
 
 def _unmasked(

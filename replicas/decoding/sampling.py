@@ -70,8 +70,12 @@ class SamplingRows:
 
 
 def select_tokens(
-    logits: torch.Tensor, rows: SamplingRows, *, mask_token_id: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    *,
+    mask_token_id: int | None = None,
+    with_confidence: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Chooses a token for every row; returns (tokens int64 [R], confidence float32 [R]).
 
     Args:
@@ -80,6 +84,7 @@ def select_tokens(
         mask_token_id: a token that is never chosen (block diffusion: a mask that is "predicted" would stay
             masked, and under LLaDA2.1's rule could loop for ever). In greedy rows its probability stays in
             the normaliser, so the confidences of all other tokens are those of the original code.
+        with_confidence: False gives None instead, and spares greedy rows the normaliser.
 
     Confidence is the chosen token's probability in the distribution it was drawn from: after temperature,
     top-k and top-p, or the plain softmax for greedy rows (original LLaDA2 `generate`).
@@ -88,6 +93,13 @@ def select_tokens(
         index = torch.tensor(rows.banned, dtype=torch.int64, device=logits.device)
         logits[index[:, 0], index[:, 1]] = -torch.inf
     sampled = [row for row, temperature in enumerate(rows.temperature) if temperature > 0]
+    if not with_confidence:
+        if mask_token_id is not None:
+            logits[:, mask_token_id] = -torch.inf
+        tokens = logits.argmax(dim=-1)
+        if sampled:
+            tokens[sampled] = _draw_rows(logits[sampled], rows, sampled, mask_token_id)[0]
+        return tokens, None
     if not sampled:
         return greedy(logits, mask_token_id=mask_token_id)
     if len(sampled) == len(rows):

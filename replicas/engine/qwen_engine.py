@@ -13,6 +13,7 @@ class QwenEngine(SlotEngine):
     """``SlotEngine`` with one new token per request and step."""
 
     supports_logprobs = True
+    _needs_confidence = False
 
     def new_state(self, request: GenerationRequest, seed: int) -> RequestState:
         return AutoregressiveState(request, self.info, seed)

@@ -128,7 +128,8 @@ class RequestState(ABC):
         confidence: list[float],
         logprobs: list[TokenLogprob] | None = None,
     ) -> RequestOutput | None:
-        """Takes what was chosen at ``row.decide``; None when there is nothing to say."""
+        """Takes what was chosen at ``row.decide``; None when there is nothing to say. ``confidence`` is empty where the
+        engine does not need it."""
 
     def num_prompt_tokens(self, start: int, end: int) -> int:
         """Given tokens at [start, end); 0 once the prompt is behind it."""

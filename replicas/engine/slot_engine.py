@@ -37,6 +37,8 @@ class SlotEngine(ABC):
 
     block_length: int | None = None
     supports_logprobs = False
+    #: Whether states want to know how probable the chosen tokens are.
+    _needs_confidence = True
     #: A token that is never chosen.
     _mask_token_id: int | None = None
 
@@ -246,10 +248,14 @@ class SlotEngine(ABC):
             # A copy, for the choice below overwrites the logits of banned tokens.
             raw = logits[[i - start for i in wanted]] if wanted else None
             tokens, confidence = select_tokens(
-                logits, rows.slice(start, end), mask_token_id=self._mask_token_id
+                logits,
+                rows.slice(start, end),
+                mask_token_id=self._mask_token_id,
+                with_confidence=self._needs_confidence,
             )
             token_parts.append(tokens)
-            confidence_parts.append(confidence)
+            if confidence is not None:
+                confidence_parts.append(confidence)
             if raw is not None:
                 entries = _logprob_entries(
                     raw, tokens[[i - start for i in wanted]], [num_logprobs[i] or 0 for i in wanted]
@@ -259,7 +265,8 @@ class SlotEngine(ABC):
             start = end
         if not token_parts:
             return [], [], []
-        return torch.cat(token_parts).tolist(), torch.cat(confidence_parts).tolist(), logprobs
+        confidences = torch.cat(confidence_parts).tolist() if confidence_parts else []
+        return torch.cat(token_parts).tolist(), confidences, logprobs
 
 
 def failed_output(state: RequestState, error: BaseException) -> RequestOutput:

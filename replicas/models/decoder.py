@@ -9,7 +9,7 @@ import torch
 
 from replicas.attention.kv_cache import KVCache
 from replicas.attention.metadata import CommonAttentionMetadata, attention_plan
-from replicas.models.layers import Attention, RotaryEmbedding, StepContext, rms_norm
+from replicas.models.layers import Attention, RMSNorm, RotaryEmbedding, StepContext
 from replicas.models.linear import Linear
 from replicas.models.sharding import VocabularyEmbedding
 from replicas.parallel.group import SINGLE_RANK, TensorParallelGroup
@@ -17,9 +17,9 @@ from replicas.parallel.group import SINGLE_RANK, TensorParallelGroup
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    input_norm: torch.Tensor
+    input_norm: RMSNorm
     attention: Attention
-    post_attention_norm: torch.Tensor
+    post_attention_norm: RMSNorm
     mlp: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -35,23 +35,22 @@ class DecoderModel:
         *,
         embeddings: VocabularyEmbedding,
         layers: list[DecoderLayer],
-        norm: torch.Tensor,
-        lm_head: torch.Tensor,
+        norm: RMSNorm,
+        lm_head: Linear,
         vocab_size: int,
         rotary: RotaryEmbedding,
-        eps: float,
         group: TensorParallelGroup = SINGLE_RANK,
     ) -> None:
         self.embeddings, self.layers, self.norm = embeddings, layers, norm
-        self.lm_head = Linear(lm_head)
-        self.rotary, self.eps, self.group = rotary, eps, group
+        self.lm_head = lm_head
+        self.rotary, self.group = rotary, group
         shape = layers[0].attention.shape
         self.num_layers = len(layers)
         self.num_kv_heads = shape.num_kv_heads
         self.head_dim = shape.head_dim
         self.vocab_size = vocab_size
-        self.dtype = norm.dtype
-        self.device = norm.device
+        self.dtype = norm.weight.dtype
+        self.device = norm.weight.device
 
     @torch.inference_mode()
     def forward(
@@ -78,15 +77,14 @@ class DecoderModel:
         for layer, k_cache, v_cache in zip(self.layers, kv_cache.k, kv_cache.v, strict=True):
             if hidden_states is not None:
                 hidden_states.append(x)
-            normed = rms_norm(x, layer.input_norm, self.eps)
-            x = x + reduce(layer.attention(normed, k_cache, v_cache, step))
+            x = x + reduce(layer.attention(layer.input_norm(x), k_cache, v_cache, step))
             if layer is self.layers[-1] and output_rows is not None:
                 # Keys and values are written; what follows is for the rows that are read only.
                 x = x[output_rows]
                 if not len(x):
                     break
-            x = x + reduce(layer.mlp(rms_norm(x, layer.post_attention_norm, self.eps)))
-        x = rms_norm(x, self.norm, self.eps)
+            x = x + reduce(layer.mlp(layer.post_attention_norm(x)))
+        x = self.norm(x)
         if hidden_states is not None:
             hidden_states.append(x)
         return x

@@ -4,6 +4,7 @@ attention half of Qwen3-MoE, whose layers differ in their MLP only."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ import torch
 from replicas.errors import ModelLoadError
 from replicas.model_info import ModelInfo
 from replicas.models.decoder import DecoderLayer, DecoderModel
-from replicas.models.layers import Attention, AttentionShape, RotaryEmbedding, SwiGLU
+from replicas.models.layers import Attention, AttentionShape, RMSNorm, RotaryEmbedding, SwiGLU
+from replicas.models.linear import Linear, Rows
 from replicas.models.sharding import Sharding, VocabularyEmbedding
 from replicas.models.weights import CheckpointWeights
 
@@ -27,7 +29,13 @@ def load_dense(info: ModelInfo, weights: CheckpointWeights, sharding: Sharding) 
     def mlp(layer: int) -> MLP:
         prefix = f"model.layers.{layer}.mlp"
         return SwiGLU.load(
-            weights, sharding, prefix, config["hidden_size"], config["intermediate_size"], "intermediate_size"
+            weights,
+            sharding,
+            prefix,
+            config["hidden_size"],
+            config["intermediate_size"],
+            "intermediate_size",
+            rows=Rows.ANY,
         )
 
     return load_decoder(info, weights, sharding, mlp)
@@ -49,6 +57,8 @@ def load_decoder(
         attention=lambda i: _attention(info, weights, sharding, f"model.layers.{i}.self_attn", shape),
         mlp=mlp,
         rotary_dim=shape.head_dim,
+        # One row per request: prompts need the logits of their last token only.
+        head_rows=Rows.FEW,
     )
 
 
@@ -62,37 +72,50 @@ def assemble_decoder(
     attention: Callable[[int], Attention],
     mlp: Callable[[int], MLP],
     rotary_dim: int,
+    head_rows: Rows,
 ) -> DecoderModel:
     """The parts that all architectures have under the same names; ``attention(layer)`` and ``mlp(layer)`` load theirs,
-    ``embeddings`` is a tensor's name."""
+    ``embeddings`` is a tensor's name, ``head_rows`` the rows of a step that need logits."""
     config = info.config
     vocab, hidden = config["vocab_size"], shape.hidden_size
     rows = sharding.vocabulary(vocab)
-    embedded = weights.take(embeddings, vocab, hidden, shard=rows)
-    layers = [
-        DecoderLayer(
-            input_norm=weights.take(f"model.layers.{i}.input_layernorm.weight", hidden),
+    # The largest tensors first, while nothing else is there: their copies decide the peak of memory.
+    stored = weights.take(embeddings, vocab, hidden, shard=rows, dtype=weights.narrowest_dtype(embeddings))
+    embedding = VocabularyEmbedding(stored, rows, sharding.group, weights.dtype)
+    if config.get("tie_word_embeddings"):
+        # Some exports hold the tied tensor twice.
+        weights.expect_copy("lm_head.weight", vocab, hidden, of=stored, shard=rows)
+        head = stored.to(weights.dtype)
+    else:
+        head = weights.take("lm_head.weight", vocab, hidden, shard=rows)
+
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(weights.take(name, hidden), shape.eps)
+
+    def load_layer(i: int) -> DecoderLayer:
+        return DecoderLayer(
+            input_norm=norm(f"model.layers.{i}.input_layernorm.weight"),
             attention=attention(i),
-            post_attention_norm=weights.take(f"model.layers.{i}.post_attention_layernorm.weight", hidden),
+            post_attention_norm=norm(f"model.layers.{i}.post_attention_layernorm.weight"),
             mlp=mlp(i),
         )
-        for i in range(config["num_hidden_layers"])
-    ]
-    if config.get("tie_word_embeddings"):
-        lm_head = embedded
-        # Some exports hold the tied tensor twice.
-        weights.expect_copy("lm_head.weight", vocab, hidden, of=embedded, shard=rows)
-    else:
-        lm_head = weights.take("lm_head.weight", vocab, hidden, shard=rows)
-    norm = weights.take("model.norm.weight", hidden)
+
+    # torch packs a weight on one thread; the other cores take other layers.
+    with ThreadPoolExecutor(torch.get_num_threads() if weights.device.type == "cpu" else 1) as pool:
+        lm_head = pool.submit(Linear, head, rows=head_rows)
+        del head
+        try:
+            layers = list(pool.map(load_layer, range(config["num_hidden_layers"])))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return DecoderModel(
-        embeddings=VocabularyEmbedding(embedded, rows, sharding.group),
+        embeddings=embedding,
         layers=layers,
-        norm=norm,
-        lm_head=lm_head,
+        norm=norm("model.norm.weight"),
+        lm_head=lm_head.result(),
         vocab_size=vocab,
-        rotary=RotaryEmbedding(config, rotary_dim, info.max_model_len, norm.device),
-        eps=shape.eps,
+        rotary=RotaryEmbedding(config, rotary_dim, info.max_model_len, weights.device),
         group=sharding.group,
     )
 
@@ -118,17 +141,17 @@ def _attention(
     out_bias = None
     if bias and not qwen2:
         out_bias = weights.take(f"{prefix}.o_proj.bias", shape.hidden_size)
+    out = weights.take(
+        f"{prefix}.o_proj.weight",
+        shape.hidden_size,
+        shape.total_heads * shape.head_dim,
+        shard=shape.q_shard(sharding, dim=1),
+    )
+    qkv_bias = joined("bias") if bias else None
     return Attention(
         shape,
-        qkv=joined("weight", shape.hidden_size),
-        qkv_bias=joined("bias") if bias else None,
-        out=weights.take(
-            f"{prefix}.o_proj.weight",
-            shape.hidden_size,
-            shape.total_heads * shape.head_dim,
-            shard=shape.q_shard(sharding, dim=1),
-        ),
-        out_bias=out_bias if sharding.group.rank == 0 else None,
+        qkv=Linear(joined("weight", shape.hidden_size), qkv_bias, rows=Rows.ANY),
+        out=Linear(out, out_bias if sharding.group.rank == 0 else None, rows=Rows.ANY),
         q_norm=weights.take(f"{prefix}.q_norm.weight", shape.head_dim) if qwen3 else None,
         k_norm=weights.take(f"{prefix}.k_norm.weight", shape.head_dim) if qwen3 else None,
     )

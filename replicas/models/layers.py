@@ -12,16 +12,35 @@ import torch.nn.functional as F
 from replicas.attention.metadata import AttentionPlan, CommonAttentionMetadata
 from replicas.attention.sdpa import paged_attention, write_kv
 from replicas.errors import ModelLoadError
-from replicas.models.linear import Linear
+from replicas.models.linear import Linear, Rows
 from replicas.models.sharding import Shard, Sharding
 from replicas.models.weights import CheckpointWeights
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension: computed in float32, cast back, then weighted."""
-    if x.dtype == torch.float32 and weight.dim() == 1:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+class RMSNorm:
+    """Root-mean-square norm over the last dimension: computed in float32, cast back, then weighted.
+
+    ``weight``: [..., size], broadcast against the input.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+        self._size = weight.shape[-1]
+        # x / sqrt(mean(x^2) + eps) = sqrt(size) * x / hypot(norm(x), sqrt(size * eps))
+        root = math.sqrt(self._size)
+        self._root = root
+        self._floor = torch.tensor(root * math.sqrt(eps), dtype=torch.float32, device=weight.device)
+        self._scaled_weight = weight * root if weight.dtype == torch.float32 else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu":
+            return F.rms_norm(x.float(), (self._size,), None, self.eps).to(x.dtype) * self.weight
+        # torch has no kernel of its own for this norm on a CPU, and its composition takes twice as many operations.
+        wide = x.float()
+        normed = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self._floor)
+        if self._scaled_weight is not None:
+            return normed.mul_(self._scaled_weight)
+        return normed.mul_(self._root).to(x.dtype) * self.weight
 
 
 @dataclass(frozen=True)
@@ -135,29 +154,28 @@ class AttentionShape:
 class Attention:
     """Grouped-query attention with one fused QKV product.
 
-    ``qkv``: [(heads + 2 kv_heads) * head_dim, hidden]; ``qkv_bias`` or None; ``out``: [hidden, heads * head_dim];
-    ``q_norm``, ``k_norm``: [head_dim] or None: per-head RMSNorm before the rotary embedding. Under tensor
-    parallelism the result is this rank's part of a sum.
+    ``qkv``: hidden to (heads + 2 kv_heads) * head_dim; ``out``: heads * head_dim to hidden; ``q_norm``, ``k_norm``:
+    [head_dim] or None: per-head RMSNorm before the rotary embedding. Under tensor parallelism the result is this
+    rank's part of a sum.
     """
 
     def __init__(
         self,
         shape: AttentionShape,
         *,
-        qkv: torch.Tensor,
-        out: torch.Tensor,
-        qkv_bias: torch.Tensor | None = None,
-        out_bias: torch.Tensor | None = None,
+        qkv: Linear,
+        out: Linear,
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
     ) -> None:
         self.shape = shape
-        self.qkv, self.out = Linear(qkv, qkv_bias), Linear(out, out_bias)
-        self.qk_norm: torch.Tensor | None = None
+        self.qkv, self.out = qkv, out
+        self.qk_norm: RMSNorm | None = None
         if q_norm is not None and k_norm is not None:
             # Queries and keys are normalised and rotated together: [heads + kv_heads, head_dim].
-            self.qk_norm = torch.cat(
-                (q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1))
+            self.qk_norm = RMSNorm(
+                torch.cat((q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1))),
+                shape.eps,
             )
 
     def __call__(
@@ -168,7 +186,7 @@ class Attention:
         heads = self.qkv(x).view(len(x), -1, shape.head_dim)
         qk, v = heads[:, : -shape.num_kv_heads], heads[:, -shape.num_kv_heads :]
         if self.qk_norm is not None:
-            qk = rms_norm(qk, self.qk_norm, shape.eps)
+            qk = self.qk_norm(qk)
         qk = RotaryEmbedding.apply(qk, step.cos, step.sin)
         q, k = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
         write_kv(k, v, k_cache, v_cache, step.metadata.slot_mapping)
@@ -177,17 +195,26 @@ class Attention:
 
 
 class SwiGLU:
-    """down(silu(gate(x)) * up(x)), with gate and up in one product. ``gate_up``: [2 * width, hidden]."""
+    """down(silu(gate(x)) * up(x)), with gate and up in one product: ``gate_up``: hidden to 2 * width."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        self.gate_up, self.down = Linear(gate_up), Linear(down)
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self.gate_up, self.down = gate_up, down
 
     @classmethod
     def load(
-        cls, weights: CheckpointWeights, sharding: Sharding, prefix: str, hidden: int, width: int, name: str
+        cls,
+        weights: CheckpointWeights,
+        sharding: Sharding,
+        prefix: str,
+        hidden: int,
+        width: int,
+        name: str,
+        *,
+        rows: Rows,
     ) -> SwiGLU:
         """This rank's part of ``{prefix}.{gate,up,down}_proj.weight``; ``name`` is the field that gives ``width``."""
-        return cls(*load_swiglu(weights, sharding, prefix, hidden, width, name))
+        gate_up, down = load_swiglu(weights, sharding, prefix, hidden, width, name)
+        return cls(Linear(gate_up, rows=rows), Linear(down, rows=rows))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(silu_and_mul(self.gate_up(x)))

@@ -16,9 +16,13 @@ from replicas.model_info import ModelInfo
 from replicas.models.decoder import DecoderModel
 from replicas.models.dense import MLP, assemble_decoder, check_plain, is_count
 from replicas.models.layers import Attention, AttentionShape, SwiGLU
+from replicas.models.linear import Linear, Rows
 from replicas.models.moe import MoE, load_experts, sigmoid_group_top_k
 from replicas.models.sharding import Sharding
 from replicas.models.weights import CheckpointWeights
+
+#: A step holds a whole block of every request.
+_ROWS = Rows.MANY
 
 
 def load_llada2_moe(info: ModelInfo, weights: CheckpointWeights, sharding: Sharding) -> DecoderModel:
@@ -56,6 +60,7 @@ def load_llada2_moe(info: ModelInfo, weights: CheckpointWeights, sharding: Shard
         embeddings="model.word_embeddings.weight",
         attention=lambda i: _attention(weights, sharding, f"model.layers.{i}.attention", shape),
         mlp=lambda i: _mlp(info, weights, sharding, i),
+        head_rows=_ROWS,
         rotary_dim=int(shape.head_dim * config.get("partial_rotary_factor", 1.0)),
     )
 
@@ -72,20 +77,19 @@ def _attention(
         sharding.part(0, shape.kv_size, first_k + kv.start),
         sharding.part(0, shape.kv_size, first_v + kv.start),
     )
+    qkv = weights.take_parts(
+        f"{prefix}.query_key_value.weight",
+        (heads + 2 * kv_heads) * shape.head_dim,
+        hidden,
+        shards=parts,
+    )
+    out = weights.take(
+        f"{prefix}.dense.weight", hidden, heads * shape.head_dim, shard=shape.q_shard(sharding, dim=1)
+    )
     return Attention(
         shape,
-        qkv=weights.take_parts(
-            f"{prefix}.query_key_value.weight",
-            (heads + 2 * kv_heads) * shape.head_dim,
-            hidden,
-            shards=parts,
-        ),
-        out=weights.take(
-            f"{prefix}.dense.weight",
-            hidden,
-            heads * shape.head_dim,
-            shard=shape.q_shard(sharding, dim=1),
-        ),
+        qkv=Linear(qkv, rows=_ROWS),
+        out=Linear(out, rows=_ROWS),
         q_norm=weights.take(f"{prefix}.query_layernorm.weight", shape.head_dim),
         k_norm=weights.take(f"{prefix}.key_layernorm.weight", shape.head_dim),
     )
@@ -96,7 +100,7 @@ def _mlp(info: ModelInfo, weights: CheckpointWeights, sharding: Sharding, layer:
     hidden, prefix = config["hidden_size"], f"model.layers.{layer}.mlp"
     if layer < config.get("first_k_dense_replace", 0):
         return SwiGLU.load(
-            weights, sharding, prefix, hidden, config["intermediate_size"], "intermediate_size"
+            weights, sharding, prefix, hidden, config["intermediate_size"], "intermediate_size", rows=_ROWS
         )
     experts, width = config["num_experts"], config["moe_intermediate_size"]
     # The router's weights and bias are used in float32 whatever the model's dtype.
@@ -117,7 +121,13 @@ def _mlp(info: ModelInfo, weights: CheckpointWeights, sharding: Sharding, layer:
     shared = None
     if num_shared:
         shared = SwiGLU.load(
-            weights, sharding, f"{prefix}.shared_experts", hidden, width * num_shared, "moe_intermediate_size"
+            weights,
+            sharding,
+            f"{prefix}.shared_experts",
+            hidden,
+            width * num_shared,
+            "moe_intermediate_size",
+            rows=_ROWS,
         )
     return MoE(
         gate, routing, load_experts(weights, sharding, f"{prefix}.experts", experts, hidden, width), shared

@@ -9,6 +9,7 @@ from replicas.model_info import ModelInfo
 from replicas.models.decoder import DecoderModel
 from replicas.models.dense import MLP, is_count, load_decoder
 from replicas.models.layers import SwiGLU
+from replicas.models.linear import Rows
 from replicas.models.moe import MoE, load_experts, softmax_top_k
 from replicas.models.sharding import Sharding
 from replicas.models.weights import CheckpointWeights
@@ -32,7 +33,13 @@ def load_qwen3_moe(info: ModelInfo, weights: CheckpointWeights, sharding: Shardi
         sparse = experts > 0 and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
         if layer in (config.get("mlp_only_layers") or []) or not sparse:
             return SwiGLU.load(
-                weights, sharding, prefix, hidden, config["intermediate_size"], "intermediate_size"
+                weights,
+                sharding,
+                prefix,
+                hidden,
+                config["intermediate_size"],
+                "intermediate_size",
+                rows=Rows.ANY,
             )
         gate = weights.take(f"{prefix}.gate.weight", experts, hidden)
         width = config["moe_intermediate_size"]

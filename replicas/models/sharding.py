@@ -63,17 +63,19 @@ class Sharding:
 
 
 class VocabularyEmbedding:
-    """Rows ``shard`` of the embeddings of a vocabulary: [rows, hidden]."""
+    """Rows ``shard`` of the embeddings of a vocabulary: [rows, hidden], looked up in ``dtype``."""
 
-    def __init__(self, weight: torch.Tensor, shard: Shard, group: TensorParallelGroup) -> None:
+    def __init__(
+        self, weight: torch.Tensor, shard: Shard, group: TensorParallelGroup, dtype: torch.dtype
+    ) -> None:
         self.weight = weight
-        self._shard, self._group = shard, group
+        self._shard, self._group, self._dtype = shard, group, dtype
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] of int64 [tokens]"""
         if self._group.size == 1:
-            return torch.nn.functional.embedding(token_ids, self.weight)
+            return torch.nn.functional.embedding(token_ids, self.weight).to(self._dtype)
         local = token_ids - self._shard.start
         elsewhere = (local < 0) | (local >= len(self.weight))
-        rows = torch.nn.functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = torch.nn.functional.embedding(local.masked_fill(elsewhere, 0), self.weight).to(self._dtype)
         return self._group.all_reduce(rows.masked_fill(elsewhere[:, None], 0))

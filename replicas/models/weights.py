@@ -23,11 +23,13 @@ from replicas.models.sharding import Shard
 
 #: Tensors that older exports carry and that follow from the configuration.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+#: A mapped file's pages count as resident memory once they are read; after so many bytes it is mapped anew.
+_REMAP_BYTES = 256 << 20
 _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w13|w2)(\.weight)?$")
 
 
 class CheckpointWeights:
-    """The tensors of a checkpoint directory, each to be taken once, in ``dtype`` on ``device``.
+    """The tensors of a checkpoint directory, each to be taken once, in ``dtype`` on ``device``; from any thread.
 
     A context manager: leaving it without an error checks that no tensor is left over.
     """
@@ -36,9 +38,10 @@ class CheckpointWeights:
         self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: bool = False
     ) -> None:
         self._path = path
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
         self._files: dict[Path, Any] = {}
+        self._read_bytes = 0
         self._location = self._index()
         self._taken: set[str] = set()
         for name in self._location:
@@ -99,7 +102,21 @@ class CheckpointWeights:
         if name not in self._taken:
             self._taken.add(name)
             self._bar.update()
-        return tensor.to(device=self._device, dtype=dtype or self._dtype)
+        # Always a copy: a view would keep the file mapped, and change with it.
+        copied = tensor.to(device=self.device, dtype=dtype or self.dtype, copy=True)
+        self._read_bytes += tensor.nbytes
+        if self._read_bytes > _REMAP_BYTES:
+            self._read_bytes = 0
+            self._files.clear()
+        return copied
+
+    def narrowest_dtype(self, name: str) -> torch.dtype:
+        """The model's dtype, or the one in which ``name`` is stored where that takes less memory without a loss."""
+        if name not in self:
+            return self.dtype  # `take` says that it is missing
+        stored = str(self._open(self._location[name]).get_slice(name).get_dtype())
+        narrow = {"BF16": torch.bfloat16, "F16": torch.float16}.get(stored)
+        return narrow if narrow is not None and self.dtype == torch.float32 else self.dtype
 
     def take_parts(self, name: str, *shape: int, shards: Sequence[Shard]) -> torch.Tensor:
         """Several shards of one tensor, joined along their dimension."""
@@ -139,14 +156,15 @@ class CheckpointWeights:
         return location
 
     def _open(self, file: Path) -> Any:
-        if file not in self._files:
+        opened = self._files.get(file)
+        if opened is None:
             try:
-                self._files[file] = safe_open(str(file), framework="pt")
+                opened = self._files[file] = safe_open(str(file), framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ModelLoadError(
                     f"{file}: not a readable safetensors file (truncated?): {error}"
                 ) from error
-        return self._files[file]
+        return opened
 
 
 def _read_shard(stored: Any, shard: Shard) -> torch.Tensor:

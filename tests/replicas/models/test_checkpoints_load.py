@@ -101,6 +101,42 @@ def test_a_tied_head_that_differs_is_named(checkpoint: Path, embeddings: str) ->
         load(checkpoint)
 
 
+@pytest.mark.parametrize("checkpoint", ["qwen3_dense_tied", "qwen2_5", "llada2_b8"], indirect=True)
+def test_a_16_bit_checkpoint_computes_in_float32_as_its_float32_copy(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers, held in fewer bytes where that is exact. The file is mapped anew for every tensor here."""
+    monkeypatch.setattr("replicas.models.weights._REMAP_BYTES", 1)
+    change_tensors(checkpoint, lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
+    narrow = load(checkpoint)
+    assert narrow.embeddings.weight.dtype == torch.bfloat16
+    change_tensors(checkpoint, lambda t: t.update({name: tensor.float() for name, tensor in t.items()}))
+    wide = load(checkpoint)
+    assert wide.embeddings.weight.dtype == torch.float32
+    tokens = torch.arange(3, 12)
+    embedded = narrow.embeddings(tokens)
+    assert embedded.dtype == torch.float32
+    assert torch.equal(embedded, wide.embeddings(tokens))
+    for a, b in zip(narrow.layers, wide.layers, strict=True):
+        assert torch.equal(a.attention.qkv.weight, b.attention.qkv.weight)
+        assert torch.equal(a.input_norm.weight, b.input_norm.weight)
+    logits = [model.compute_logits(embedded) for model in (narrow, wide)]
+    assert torch.allclose(*logits, rtol=0, atol=1e-5 * float(logits[1].abs().max()))
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen3_dense_tied"], indirect=True)
+def test_a_loaded_model_does_not_change_with_its_file(checkpoint: Path) -> None:
+    model = load(checkpoint)
+    before = [model.embeddings.weight.clone(), model.norm.weight.clone()]
+    file = checkpoint / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.seek(size // 4)
+        opened.write(bytes(size - size // 4))
+    assert torch.equal(model.embeddings.weight, before[0])
+    assert torch.equal(model.norm.weight, before[1])
+
+
 def test_tensors_come_in_the_wanted_dtype(checkpoint: Path) -> None:
     model = load_model(
         load_model_info(checkpoint), dtype=torch.bfloat16, device=torch.device("cpu"), progress=False

@@ -14,6 +14,7 @@ from replicas.model_info import load_model_info
 from replicas.models.decoder import DecoderModel
 from replicas.models.experts import Experts
 from replicas.models.layers import SwiGLU, silu_and_mul
+from replicas.models.linear import Linear
 from replicas.models.moe import MoE, sigmoid_group_top_k, softmax_top_k
 from replicas.models.registry import load_model
 
@@ -109,7 +110,7 @@ def test_grouped_experts_equal_a_loop_over_tokens() -> None:
         return torch.randn(*shape, generator=generator)
 
     gate, gate_up, down = random(6, 16), random(6, 20, 16), random(6, 16, 10)
-    shared = SwiGLU(random(20, 16), random(16, 10))
+    shared = SwiGLU(Linear(random(20, 16)), Linear(random(16, 10)))
     experts = Experts(gate_up, down)
     moe = MoE(gate, lambda logits: softmax_top_k(logits, 2, normalize=True), experts, shared)
     x = random(33, 16)

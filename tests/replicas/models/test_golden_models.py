@@ -162,7 +162,7 @@ def no_qkv_bias(model: DecoderModel) -> None:
 
 
 def no_final_norm_weight(model: DecoderModel) -> None:
-    model.norm = torch.ones_like(model.norm)
+    model.norm = RMSNorm(torch.ones_like(model.norm.weight), model.norm.eps)
 
 
 def swapped_norms(model: DecoderModel) -> None:
