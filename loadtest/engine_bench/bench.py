@@ -51,7 +51,8 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions, command: Sequence[str] = ()) -> int:
-    """Runs everything, prints the tables, writes the files. Returns 0, or 1 when a row is void or failed.
+    """Runs everything, prints the tables, writes the files. Returns 0, or 1 when a row is void or failed, or when it was
+    interrupted: then the report holds what was measured until then.
 
     Raises ``BenchError`` before anything has run, for options that cannot work here.
     """
@@ -188,7 +189,7 @@ def make_plan(options: BenchOptions) -> Plan:
         ttft_base = replace(base, task="ttft", ttft=options.ttft, max_num_seqs=2, max_model_len=length)
     small = check_config(info.config)
     small_checkpoint = cached_checkpoint(
-        f"check-{info.config['model_type']}", small, std=CHECK_STD, dtype=torch.float32
+        f"check-{info.config['model_type']}", small, std=CHECK_STD, dtype=torch.bfloat16
     )
     check_base = replace(
         base,
@@ -209,6 +210,7 @@ def _measure(plan: Plan) -> dict[str, Any]:
     checked = list(dict.fromkeys([*plan.systems, *([] if plan.is_diffusion else ["transformers"])]))
     results: list[dict[str, Any]] = []
     checks: dict[str, Any] = {}
+    interrupted = False
     with tqdm(total=len(checked) + len(jobs), unit="run", file=sys.stderr) as progress:
 
         def run(spec: WorkerSpec) -> dict[str, Any]:
@@ -234,9 +236,14 @@ def _measure(plan: Plan) -> dict[str, Any]:
             if check["error"] or failed or void:
                 progress.update()
                 continue
-            result = run(spec)
+            try:
+                result = run(spec)
+            except KeyboardInterrupt:
+                # What was measured so far took long, and is worth a report.
+                interrupted = True
+                break
             results.append({"system": spec.system, "task": spec.task, "round": spec.round, "result": result})
-    return {"checks": checks, "rounds": results}
+    return {"checks": checks, "rounds": results, "interrupted": interrupted}
 
 
 def _jobs(plan: Plan) -> list[WorkerSpec]:

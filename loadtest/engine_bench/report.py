@@ -13,6 +13,8 @@ Cell = Callable[[dict[str, Any]], str]
 def render(report: dict[str, Any]) -> str:
     """Settings, checks, and one table each for throughput, slots, TTFT and the mixed requests."""
     parts = [_heading(report), _checks(report), _main_table(report)]
+    if report["interrupted"]:
+        parts.append("INTERRUPTED: figures are of the runs until then.")
     problems = _problems(report)
     if problems:
         parts.append(problems)

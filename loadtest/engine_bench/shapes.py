@@ -136,7 +136,7 @@ def check_config(config: Config) -> Config:
         "num_attention_heads": 4,
         "num_hidden_layers": 4,
         "num_key_value_heads": 2,
-        "torch_dtype": "float32",
+        "torch_dtype": "bfloat16",
         "vocab_size": 4096,
     }
     small.pop("pad_token_id", None)

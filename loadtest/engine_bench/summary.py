@@ -32,7 +32,7 @@ def speed_figure(is_diffusion: bool) -> str:
 
 def summarize(report: dict[str, Any]) -> dict[str, Any]:
     """``rows``, ``slots``, ``ttft``, ``mixed`` of a report that holds ``checks`` and ``rounds``, and ``ok``: whether no
-    row is void and nothing failed."""
+    row is void, nothing failed and nothing is missing."""
     rows = [
         _row(report, system, concurrency)
         for system in report["systems"]
@@ -47,7 +47,10 @@ def summarize(report: dict[str, Any]) -> dict[str, Any]:
         "slots": _slots(report),
         "ttft": ttft,
         "mixed": mixed,
-        "ok": not errors and not unchecked and all(row["status"] == "ok" for row in rows),
+        "ok": not report["interrupted"]
+        and not errors
+        and not unchecked
+        and all(row["status"] == "ok" for row in rows),
     }
 
 

@@ -242,6 +242,30 @@ def test_a_system_that_fails_does_not_stop_the_others(
     assert "FAILED" not in table_rows(output, "blockserve")[0]
 
 
+def test_an_interrupted_bench_reports_what_it_has(
+    qwen: Path,
+    in_process: list[WorkerSpec],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = launch.launch
+
+    def interrupted(spec: WorkerSpec) -> dict[str, Any]:
+        if (spec.task, spec.round) == ("throughput", 1):
+            raise KeyboardInterrupt
+        return run(spec)
+
+    monkeypatch.setattr(launch, "launch", interrupted)
+    file = tmp_path / "bench.json"
+    assert bench("--shape", qwen, "--concurrency", "1,2", "--repeat", "2", "--json", file) == 1
+    output = capsys.readouterr().out
+    assert "INTERRUPTED" in output
+    report = json.loads(file.read_text())
+    assert [(r["task"], r["round"]) for r in report["rounds"]] == [("throughput", 0), ("slots", 0)]
+    assert all(row["figures"]["decode_tokens_per_s"] for row in report["rows"])
+
+
 def worker_spec(checkpoint: str) -> WorkerSpec:
     return WorkerSpec("check", "blockserve", checkpoint, "float32", 1, 1, 32, 4, 2, concurrency=(1,))
 
@@ -359,6 +383,7 @@ def test_medians_ratios_and_scaling() -> None:
         "is_diffusion": False,
         "settings": {"concurrency": [1, 4]},
         "checks": {"blockserve": good, "vllm": good},
+        "interrupted": False,
         "rounds": [
             *(result("blockserve", i, {1: one, 4: 30.0}) for i, one in enumerate((9.0, 10.0, 14.0))),
             *(result("vllm", i, {1: 20.0, 4: 20.0}) for i in range(3)),

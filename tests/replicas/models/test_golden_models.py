@@ -15,7 +15,7 @@ from replicas.attention.metadata import CommonAttentionMetadata
 from replicas.attention.virtual_batch import make_block_causal_virtual_batches
 from replicas.model_info import ModelInfo, load_model_info
 from replicas.models.decoder import DecoderModel
-from replicas.models.layers import RotaryEmbedding
+from replicas.models.layers import RMSNorm, RotaryEmbedding
 from replicas.models.moe import MoE, sigmoid_group_top_k
 from replicas.models.registry import load_model
 
