@@ -51,8 +51,8 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions, command: Sequence[str] = ()) -> int:
-    """Runs everything, prints the tables, writes the files. Returns 0, or 1 when a row is void or failed, or when it was
-    interrupted: then the report holds what was measured until then.
+    """Runs everything, prints the tables, writes the files. Returns 0, or 1 when a row is void or failed, or when it
+    was interrupted: then the report holds what was measured until then.
 
     Raises ``BenchError`` before anything has run, for options that cannot work here.
     """

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from replicas.models.layers import silu_and_mul
+from replicas.models.narrow import NarrowWeights
 
 #: On a CPU, one padded batched product instead of a loop over experts: when at most this many rows of it are padding
 #: for each row that is not, and at least this share of the experts has work (it reads the weights of all).
@@ -14,10 +15,20 @@ _MIN_ACTIVE_SHARE = 0.75
 
 
 class Experts:
-    """SwiGLU experts. ``gate_up``: [experts, 2 * width, hidden]; ``down``: [experts, hidden, width]."""
+    """SwiGLU experts. ``gate_up``: [experts, 2 * width, hidden]; ``down``: [experts, hidden, width].
+
+    Where ``NarrowWeights`` can hold them, only those are kept, and the caller should drop the originals.
+    """
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        self.gate_up, self.down = gate_up, down
+        self.num_experts = len(gate_up)
+        self._narrow: tuple[NarrowWeights, NarrowWeights] | None = None
+        narrow_gate_up = NarrowWeights.of(gate_up)
+        narrow_down = None if narrow_gate_up is None else NarrowWeights.of(down)
+        if narrow_gate_up is not None and narrow_down is not None:
+            self._narrow = narrow_gate_up, narrow_down
+        else:
+            self.gate_up, self.down = gate_up, down
 
     def __call__(self, x: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """``x``: [tokens, hidden]; ``expert_ids``: int64 [tokens, k]. Each token through each of its experts:
@@ -25,7 +36,7 @@ class Experts:
         tokens, k = expert_ids.shape
         flat = expert_ids.flatten()
         order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=len(self.gate_up))
+        counts = torch.bincount(flat, minlength=self.num_experts)
         grouped = x[order // k]
         if x.device.type == "cuda" and x.dtype == torch.bfloat16:
             outputs = self._grouped(grouped, counts)
@@ -38,6 +49,9 @@ class Experts:
 
     def _on_host(self, grouped: torch.Tensor, owners: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         sizes = counts.tolist()
+        if self._narrow is not None:
+            gate_up, down = self._narrow
+            return down.products(silu_and_mul(gate_up.products(grouped, sizes)), sizes)
         largest = max(sizes)
         active = sum(size > 0 for size in sizes)
         padded = len(sizes) * largest

@@ -103,11 +103,12 @@ def test_against_transformers(name: str, tmp_path: Path) -> None:
         assert (got - expected).abs().max() <= 1e-4 * max(1, float(expected.abs().max()) / 10), chunks
 
 
-def test_grouped_experts_equal_a_loop_over_tokens() -> None:
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_grouped_experts_equal_a_loop_over_tokens(stored: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator).to(stored).float()
 
     gate, gate_up, down = random(6, 16), random(6, 20, 16), random(6, 16, 10)
     shared = SwiGLU(Linear(random(20, 16)), Linear(random(16, 10)))

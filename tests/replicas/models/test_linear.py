@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from replicas.models.linear import MAX_FEW_ROWS, Linear, NarrowWeight, Rows
+from replicas.models.linear import MAX_FEW_ROWS, Linear, Rows
+from replicas.models.narrow import NarrowWeights, narrow_kernel_exists
 
 needs_narrow = pytest.mark.skipif(
-    NarrowWeight.of(torch.eye(8)) is None,
+    not narrow_kernel_exists(),
     reason="this CPU or torch has no float16 kernel for float32 products",
 )
 
@@ -28,7 +30,10 @@ def inputs(rows: int, width: int) -> torch.Tensor:
 
 
 def assert_product(
-    linear: Linear | NarrowWeight, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    linear: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
 ):
     exact = x.double() @ weight.double().T
     if bias is not None:
@@ -60,10 +65,10 @@ def test_products_are_those_of_float32(
 @pytest.mark.parametrize("exponent", [-100, -30, -1, 0, 14, 30, 100])
 def test_a_narrow_weight_holds_bfloat16_of_any_size(exponent: int) -> None:
     weight = stored(24, 64, std=1.0) * 2.0**exponent
-    narrow = NarrowWeight.of(weight)
+    narrow = NarrowWeights.of(weight[None])
     assert narrow is not None
-    assert torch.equal(narrow.weight, weight)
-    assert_product(narrow, inputs(5, 64), weight, None)
+    assert torch.equal(narrow.weights[0], weight)
+    assert_product(narrow.product, inputs(5, 64), weight, None)
 
 
 @needs_narrow
@@ -71,28 +76,28 @@ def test_numbers_far_below_the_largest_are_held_as_promised() -> None:
     """As outliers make it: the largest number is 2^20 times the usual one and more."""
     weight = stored(24, 64, std=2.0**-24)
     weight[3, 5] = 1.0
-    narrow = NarrowWeight.of(weight)
+    narrow = NarrowWeights.of(weight[None])
     assert narrow is not None
-    error = (narrow.weight - weight).abs()
+    error = (narrow.weights[0] - weight).abs()
     assert float(error.max()) <= 2.0**-40
-    assert torch.equal(narrow.weight[weight.abs() >= 2.0**-29], weight[weight.abs() >= 2.0**-29])
+    assert torch.equal(narrow.weights[0][weight.abs() >= 2.0**-29], weight[weight.abs() >= 2.0**-29])
     assert float(error.max()) > 0, "or the bound is not tested"
 
 
 @needs_narrow
 def test_what_does_not_fit_is_left_alone() -> None:
     whole = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
-    assert NarrowWeight.of(whole) is None
+    assert NarrowWeights.of(whole[None]) is None
     almost = stored(24, 64)
     almost[23, 63] += 2.0**-22
-    assert NarrowWeight.of(almost) is None
+    assert NarrowWeights.of(almost[None]) is None
     for value in (math.nan, math.inf):
         broken = stored(24, 64)
         broken[20, 3] = value
-        assert NarrowWeight.of(broken) is None
-    assert NarrowWeight.of(torch.zeros(4, 4)) is None
-    assert NarrowWeight.of(torch.full((4, 4), 2.0**-140)) is None, "the scale back would be infinite"
-    assert NarrowWeight.of(stored(8, 8).bfloat16()) is None
+        assert NarrowWeights.of(broken[None]) is None
+    assert NarrowWeights.of(torch.zeros(1, 4, 4)) is None
+    assert NarrowWeights.of(torch.full((1, 4, 4), 2.0**-140)) is None, "the scale back would be infinite"
+    assert NarrowWeights.of(stored(1, 8, 8).bfloat16()) is None
     assert torch.equal(Linear(torch.zeros(4, 4), rows=Rows.ANY)(inputs(2, 4)), torch.zeros(2, 4))
 
 
@@ -100,10 +105,26 @@ def test_what_does_not_fit_is_left_alone() -> None:
 def test_copies_are_kept_for_the_rows_that_come() -> None:
     weight = stored(32, 16)
     few, many = (inputs(n, 16) for n in (MAX_FEW_ROWS, MAX_FEW_ROWS + 1))
-    narrow = NarrowWeight.of(weight)
+    narrow = NarrowWeights.of(weight[None])
     assert narrow is not None
     wide = Linear(weight, rows=Rows.MANY)
     both, head = Linear(weight, rows=Rows.ANY), Linear(weight, rows=Rows.FEW)
-    assert torch.equal(both(few), narrow(few))
+    assert torch.equal(both(few), narrow.product(few))
     assert torch.equal(both(many), wide(many))
-    assert torch.equal(head(many), narrow(many))
+    assert torch.equal(head(many), narrow.product(many))
+
+
+@needs_narrow
+@pytest.mark.parametrize("shape", [(5, 24, 16), (5, 16, 24)])
+@pytest.mark.parametrize("counts", [[3, 0, 1, 7, 2], [0, 0, 0, 0, 4], [1, 0, 0, 0, 0], [0] * 5])
+def test_each_row_goes_through_its_layer(shape: tuple[int, int, int], counts: list[int]) -> None:
+    weights = stored(*shape)
+    weights[2] *= 64
+    narrow = NarrowWeights.of(weights)
+    assert narrow is not None
+    assert torch.equal(narrow.weights, weights)
+    x = inputs(sum(counts), shape[2])
+    products = narrow.products(x, counts)
+    assert products.shape == (sum(counts), shape[1])
+    for weight, part, product in zip(weights, x.split(counts), products.split(counts), strict=True):
+        assert torch.allclose(product, part @ weight.T, rtol=0, atol=1e-5)
