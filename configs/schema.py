@@ -35,6 +35,8 @@ class EngineConfig(StrictModel):
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
     #: A request that begins like an earlier one takes the keys and values of that beginning from its slot.
     enable_prefix_caching: bool = True
+    #: On a GPU, decoding steps are replayed as CUDA graphs; true launches every kernel of every step instead.
+    enforce_eager: bool = False
     #: Bytes for a rank's KV slots; None takes at most ``kv_memory_fraction`` of the memory free after loading.
     kv_cache_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     kv_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.6

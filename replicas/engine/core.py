@@ -91,8 +91,8 @@ class EngineCore(StepThread):
         """An engine around a loaded model (tests, verification).
 
         ``ban_mask_token``, ``reference_stopping``, ``trace``: block diffusion only, see ``LLaDAEngine``.
-        ``limits``: ``max_num_seqs``, ``max_model_len``, ``max_num_batched_tokens``, ``enable_prefix_caching``
-        as ``SlotEngine`` takes them.
+        ``limits``: ``max_num_seqs``, ``max_model_len``, ``max_num_batched_tokens``, ``enable_prefix_caching``,
+        ``static_decode``, as ``SlotEngine`` takes them.
         """
         engine: SlotEngine
         if info.is_diffusion:

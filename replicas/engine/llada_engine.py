@@ -33,6 +33,7 @@ class LLaDAEngine(SlotEngine):
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
+        static_decode: bool = False,
         ban_mask_token: bool = True,
         reference_stopping: bool = False,
         trace: Trace | None = None,
@@ -50,6 +51,7 @@ class LLaDAEngine(SlotEngine):
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            static_decode=static_decode,
         )
 
     def new_state(self, request: GenerationRequest, seed: int) -> RequestState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,7 +73,7 @@ def load_engine(config: ModelConfig, path: str | Path, *, progress: bool = True)
     return engine
 
 
-def build_engine(model: object, info: ModelInfo, config: EngineConfig) -> SlotEngine:
+def build_engine(model: Any, info: ModelInfo, config: EngineConfig) -> SlotEngine:
     """The engine of the model's family."""
     family = LLaDAEngine if info.is_diffusion else QwenEngine
     return family(
@@ -81,6 +82,18 @@ def build_engine(model: object, info: ModelInfo, config: EngineConfig) -> SlotEn
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        static_decode=can_use_cuda_graphs(model, config),
+    )
+
+
+def can_use_cuda_graphs(model: Any, config: EngineConfig) -> bool:
+    """Not with several ranks, whose graphs would have to be captured together, and not in float16, where keys past a
+    row's end may be NaN."""
+    return (
+        not config.enforce_eager
+        and model.device.type == "cuda"
+        and config.tensor_parallel_size == 1
+        and model.dtype != torch.float16
     )
 
 

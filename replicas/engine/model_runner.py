@@ -14,6 +14,7 @@ from replicas.attention.kv_cache import KVCache
 from replicas.attention.metadata import CommonAttentionMetadata
 from replicas.attention.virtual_batch import make_block_causal_virtual_batches
 from replicas.engine.request_state import RowInput
+from replicas.engine.static_decode import StaticDecode
 from replicas.errors import EngineDeadError
 from replicas.parallel.ranks import Ranks
 
@@ -76,14 +77,36 @@ class ModelRunner:
     means that every block of a request's query range becomes a virtual request of its own.
 
     With tensor parallelism there is one per rank, and that of rank 0 leads: see ``lead``.
+
+    ``static_decode``: steps that only decode run in a few fixed shapes (``StaticDecode``), on a GPU as CUDA graphs.
     """
 
-    def __init__(self, model: Any, num_slots: int, max_model_len: int, block_length: int | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        num_slots: int,
+        max_model_len: int,
+        block_length: int | None,
+        *,
+        static_decode: bool = False,
+    ) -> None:
         self._model = model
         self._num_slots = num_slots
         self._max_model_len = max_model_len
         self._block_length = block_length
         self._kv_cache: Any = KVCache.allocate(model, num_slots, max_model_len)
+        self._static: StaticDecode | None = None
+        if static_decode:
+            self._static = StaticDecode(
+                model,
+                self._kv_cache,
+                num_slots,
+                max_model_len,
+                block_length or 1,
+                use_cuda_graphs=model.device.type == "cuda",
+            )
+        #: Forwards in a fixed shape, of all.
+        self.num_static_forwards = 0
         self._ranks: Ranks | None = None
         self._owns_ranks = False
         #: The forward whose logits were not read to the end: other ranks wait in it.
@@ -122,18 +145,24 @@ class ModelRunner:
         """The part that every rank runs: copies, forward, logits in chunks."""
         for source, target, num_tokens in step.copies:
             self._kv_cache.copy_prefix(source, target, num_tokens)
+        for part in self._hidden(step).split(LOGITS_ROWS):
+            if len(part):
+                yield self._model.compute_logits(part)
+        self.num_forwards += 1
+
+    def _hidden(self, step: StepInput) -> torch.Tensor:
+        """Final hidden states of the rows whose logits are wanted."""
+        if self._static is not None and self._static.fits(step.lengths, step.slots):
+            self.num_static_forwards += 1
+            return self._static.forward(step.token_ids, step.starts, step.slots, step.logit_rows)
         positions = step.positions
-        hidden = self._model.forward(
+        return self._model.forward(
             self._to_device(step.token_ids),
             self._to_device(positions),
             self._kv_cache,
             self._metadata(step, positions),
             output_rows=self._to_device(step.logit_rows),
         )
-        for part in hidden.split(LOGITS_ROWS):
-            if len(part):
-                yield self._model.compute_logits(part)
-        self.num_forwards += 1
 
     def num_forwards_by_rank(self) -> list[int]:
         """Asks every rank how many forwards it has run; equal numbers unless something is very wrong."""
@@ -161,7 +190,7 @@ class ModelRunner:
                 logger.warning("the last forward did not end: %s", error)
             if self._owns_ranks:
                 ranks.shutdown()
-        self._model = self._kv_cache = None
+        self._model = self._kv_cache = self._static = None
 
     def _run_on_all(self, ranks: Ranks, step: StepInput) -> Iterator[torch.Tensor]:
         self._read_to_the_end()

@@ -32,7 +32,8 @@ class SlotEngine(ABC):
     """A model with ``max_num_seqs`` KV slots, each of ``max_model_len`` positions; both fixed here.
 
     ``enable_prefix_caching``: a freed slot keeps its tokens, and a request that begins alike does not compute
-    them again. Raises ``ModelLoadError`` for limits that cannot work. Not thread-safe.
+    them again. ``static_decode``: see ``ModelRunner``. Raises ``ModelLoadError`` for limits that cannot work. Not
+    thread-safe.
     """
 
     block_length: int | None = None
@@ -51,6 +52,7 @@ class SlotEngine(ABC):
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
+        static_decode: bool = False,
     ) -> None:
         limit = info.max_model_len if max_model_len is None else max_model_len
         if info.block_length is not None:
@@ -72,7 +74,7 @@ class SlotEngine(ABC):
         self.slots = SlotAllocator(by_age=enable_prefix_caching)
         self.prefix_cache = PrefixCache(self.slots) if enable_prefix_caching else None
         self.allocate_batch_slots(max_num_seqs)
-        self.runner = ModelRunner(model, max_num_seqs, limit, self.block_length)
+        self.runner = ModelRunner(model, max_num_seqs, limit, self.block_length, static_decode=static_decode)
         self._states: dict[str, RequestState] = {}
 
     @property

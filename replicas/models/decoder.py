@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from replicas.attention.kv_cache import KVCache
-from replicas.attention.metadata import CommonAttentionMetadata, attention_plan
+from replicas.attention.metadata import AttentionPlan, CommonAttentionMetadata, attention_plan
 from replicas.models.layers import Attention, RMSNorm, RotaryEmbedding, StepContext
 from replicas.models.linear import Linear
 from replicas.models.sharding import VocabularyEmbedding
@@ -61,16 +61,19 @@ class DecoderModel:
         metadata: CommonAttentionMetadata,
         *,
         output_rows: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
         hidden_states: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Hidden states after the final norm, [tokens, hidden], or of ``output_rows`` (int64 [n]) only.
 
         ``input_ids``, ``positions``: int64 [tokens], the query tokens of all requests one after another. Their
-        keys and values are written to ``kv_cache`` where ``metadata.slot_mapping`` says. ``hidden_states``, if
-        given, receives the embeddings and each layer's output (the last one after the final norm).
+        keys and values are written to ``kv_cache`` where ``metadata.slot_mapping`` says. ``plan``: the attention's,
+        where the caller has made it; to make it waits for a GPU. ``hidden_states``, if given, receives the embeddings
+        and each layer's output (the last one after the final norm).
         """
         cos, sin = self.rotary.at(positions, self.dtype)
-        plan = attention_plan(metadata, kv_cache.page_size, self.dtype, self.device)
+        if plan is None:
+            plan = attention_plan(metadata, kv_cache.page_size, self.dtype, self.device)
         step = StepContext(cos, sin, metadata, plan)
         x = self.embeddings(input_ids)
         reduce = self.group.all_reduce

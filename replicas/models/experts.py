@@ -36,7 +36,9 @@ class Experts:
         tokens, k = expert_ids.shape
         flat = expert_ids.flatten()
         order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=self.num_experts)
+        # `bincount` waits for a GPU.
+        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
         grouped = x[order // k]
         if x.device.type == "cuda" and x.dtype == torch.bfloat16:
             outputs = self._grouped(grouped, counts)

@@ -119,3 +119,14 @@ def test_max_tokens_of_block_diffusion_is_exact(server: Server, max_tokens: int,
     assert response["usage"]["completion_tokens"] == max_tokens
     assert response["usage"]["prompt_tokens"] == prompt_length
     assert response["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(("model", "cached"), [("qwen", 69), ("llada", 64)])
+def test_a_repeated_prompt_is_not_computed_again(server: Server, model: str, cached: int) -> None:
+    """All but its last token, whose logits are wanted; of block diffusion the whole blocks."""
+    prompt = [5 + (11 * i * i + 3) % 290 for i in range(70)]
+    body = {"model": model, "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    cold, warm = (server.client.post("/v1/completions", json=body).json() for _ in range(2))
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]

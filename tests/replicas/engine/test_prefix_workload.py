@@ -88,9 +88,10 @@ def test_any_order_of_work_gives_cold_tokens(golden, cold, name):
     work()
 
 
+@pytest.mark.parametrize("static_decode", [False, True])
 @pytest.mark.parametrize("name", ["llada2_b32", AR])
-def test_24_cycles_of_finish_abort_and_fault_leave_all_slots_free(golden, cold, name):
-    core_limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+def test_24_cycles_of_finish_abort_and_fault_leave_all_slots_free(golden, cold, name, static_decode):
+    core_limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "static_decode": static_decode}
     cycle = (
         ["submit"] * 6 + ["step"] * 3 + ["abort", "step", "fault", "step", "step", "forward"] + ["step"] * 9
     )

@@ -20,6 +20,7 @@ from replicas.engine.rank import KVLimits
 from replicas.engine.rank_processes import check_divisible, check_kv_memory_on_all, load_on_all, start_ranks
 from replicas.errors import EngineDeadError, ModelLoadError
 from replicas.model_info import load_model_info
+from replicas.models.registry import load_model
 from replicas.parallel.local import LocalLauncher
 from replicas.parallel.ranks import Ranks
 from replicas.protocol import DiffusionParams, FinishReason, GenerationRequest, SamplingParams
@@ -197,6 +198,39 @@ def test_ranks_stay_in_step_over_cycles_of_ends_aborts_and_faults(core: EngineCo
         assert by_rank[0] == by_rank[1] > forwards
         forwards = by_rank[0]
         core.check_health()
+
+
+def test_prefixes_are_copied_on_every_rank(core: EngineCore) -> None:
+    """Eight requests that begin alike, on four slots: the first one computes it, the others copy it."""
+    system = [(7 * i * i + 3) % 290 + 5 for i in range(40)]
+    requests = [
+        GenerationRequest(
+            f"r{i}",
+            "m",
+            (*system, 9 + i, 17),
+            SamplingParams(max_tokens=20, ignore_eos=True),
+            DiffusionParams(threshold=0.9),
+        )
+        for i in range(8)
+    ]
+    info = load_model_info(GOLDEN / "llada2_b8")
+    model = load_model(info, dtype=torch.float32, device=torch.device("cpu"), progress=False)
+    alone = EngineCore.from_model(model, info, max_num_seqs=1, enable_prefix_caching=False)
+    cold = {request.request_id: alone.generate([request])[request.request_id] for request in requests}
+    copies = []
+    forward = core.engine.runner.forward
+
+    def spy(rows, copied):
+        copies.extend(copied)
+        return forward(rows, copied)
+
+    core.engine.runner.forward = spy
+    got = core.generate(requests)
+    assert {key: output.new_token_ids for key, output in got.items()} == {
+        key: output.new_token_ids for key, output in cold.items()
+    }
+    assert sum(output.num_cached_tokens == 40 for output in got.values()) == 7
+    assert any(num_tokens == 40 for _, _, num_tokens in copies)
 
 
 def divide(*args, **kwargs):
