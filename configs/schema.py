@@ -31,8 +31,9 @@ class EngineConfig(StrictModel):
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 8
     #: Tokens (prompt and new) of one request; None is the checkpoint's max_position_embeddings.
     max_model_len: Annotated[int, Field(ge=1)] | None = None
-    #: Upper bound of tokens computed in one step; prompts are prefilled in chunks of at most this.
-    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
+    #: Upper bound of tokens computed in one step; prompts are prefilled in chunks of at most this. None is 2048 on a
+    #: GPU; on a CPU, where so many may take half a minute, 256 beside those of decoding requests.
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] | None = None
     #: A request that begins like an earlier one takes the keys and values of that beginning from its slot.
     enable_prefix_caching: bool = True
     #: On a GPU, decoding steps are replayed as CUDA graphs; true launches every kernel of every step instead.

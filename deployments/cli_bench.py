@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from loadtest.engine_bench.spec import MAX_NUM_BATCHED_TOKENS
+
 AGAINST = ("vllm", "vllm-eager", "transformers")
 
 
@@ -54,6 +56,13 @@ def add_bench_parser(commands: Any) -> None:
         default=(),
         metavar="N,...",
         help="also time to first token alone for these prompt lengths, and for a long and a short prompt together",
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=_count(1, 1 << 20),
+        default=MAX_NUM_BATCHED_TOKENS,
+        metavar="N",
+        help=f"computed in one step, of every system ({MAX_NUM_BATCHED_TOKENS})",
     )
     add("--seed", type=_count(0, 2**31), default=0, metavar="N", help="of the random prompts")
     add(

@@ -18,6 +18,7 @@ from loadtest.engine_bench.check import check_system
 from loadtest.engine_bench.environment import describe_environment
 from loadtest.engine_bench.report import render
 from loadtest.engine_bench.spec import (
+    MAX_NUM_BATCHED_TOKENS,
     MIXED_LONG_PROMPT,
     MIXED_OUTPUT,
     PAGE_TOKENS,
@@ -45,6 +46,7 @@ class BenchOptions:
     json_file: Path | None = None
     plot_file: Path | None = None
     ttft: tuple[int, ...] = ()
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     seed: int = 0
     steps: int | None = None
     threshold: float | None = None
@@ -178,6 +180,7 @@ def make_plan(options: BenchOptions) -> Plan:
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         concurrency=tuple(sorted(set(concurrency))),
+        max_num_batched_tokens=options.max_num_batched_tokens,
         seed=options.seed,
         steps=None if block is None else options.steps or max(1, block // 4),
         threshold=0.95 if options.threshold is None else options.threshold,

@@ -80,10 +80,19 @@ def build_engine(model: Any, info: ModelInfo, config: EngineConfig) -> SlotEngin
         model,
         info,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens
+        or default_num_batched_tokens(model.device, config.max_num_seqs, info.block_length),
         enable_prefix_caching=config.enable_prefix_caching,
         static_decode=can_use_cuda_graphs(model, config),
     )
+
+
+def default_num_batched_tokens(device: torch.device, max_num_seqs: int, block_length: int | None) -> int:
+    """Tokens of a step when the configuration does not say: whoever arrives waits for the running step to end, and on a
+    CPU each token counts. A decoding request takes one token, or a finished block and the next one."""
+    if device.type == "cuda":
+        return max(2048, block_length or 1)
+    return 256 + max_num_seqs * (2 * block_length if block_length else 1)
 
 
 def can_use_cuda_graphs(model: Any, config: EngineConfig) -> bool:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 import torch
 
 from replicas.errors import ModelLoadError
+from replicas.model_info import ModelInfo
 
+logger = logging.getLogger(__name__)
+
+#: Of free memory; KV slots and other replicas want the rest.
+_MAX_WEIGHTS_SHARE = 0.5
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -23,6 +29,16 @@ def free_memory_bytes(device: torch.device) -> int:
         # The page cache counts as used, but is given up on demand; a loaded checkpoint fills it.
         limits.append(maximum - current + _cgroup_file_cache())
     return max(0, min(limits))
+
+
+def two_copies_are_too_many(info: ModelInfo) -> bool:
+    """Whether the weights of a checkpoint stored in 16 bits, held in float32 and in 16 bits, would take more than half
+    of the memory that is free now: for all ranks of a model together, which load it at the same time."""
+    stored = sum(file.stat().st_size for file in Path(info.path).glob("*.safetensors"))
+    too_many = 3 * stored > _MAX_WEIGHTS_SHARE * free_memory_bytes(torch.device("cpu"))
+    if too_many:
+        logger.info("%s: one copy of the weights only, %.1f GiB are stored", info.path, stored / 2**30)
+    return too_many
 
 
 def check_kv_memory(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from replicas.attention.kv_cache import KVCache
-from replicas.engine.memory import check_kv_memory
+from replicas.engine.memory import check_kv_memory, two_copies_are_too_many
 from replicas.engine.model_runner import ModelRunner, StepInput
 from replicas.errors import ModelLoadError
 from replicas.model_info import ModelInfo
@@ -49,7 +49,12 @@ class EngineRank:
         if self._device.type == "cpu" and num_threads is not None:
             torch.set_num_threads(num_threads)
         self.model = load_model(
-            info, dtype=dtype, device=self._device, progress=progress, parallel=self._group
+            info,
+            dtype=dtype,
+            device=self._device,
+            progress=progress,
+            parallel=self._group,
+            compact=self._device.type == "cpu" and two_copies_are_too_many(info),
         )
         # A GPU belongs to one rank. In a container the name is the container's, as is its memory.
         return socket.gethostname() + (f" rank {self._group.rank}" if self._device.type == "cuda" else "")

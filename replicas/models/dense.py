@@ -35,7 +35,7 @@ def load_dense(info: ModelInfo, weights: CheckpointWeights, sharding: Sharding) 
             config["hidden_size"],
             config["intermediate_size"],
             "intermediate_size",
-            rows=Rows.ANY,
+            rows=weights.linear_rows,
         )
 
     return load_decoder(info, weights, sharding, mlp)
@@ -150,8 +150,8 @@ def _attention(
     qkv_bias = joined("bias") if bias else None
     return Attention(
         shape,
-        qkv=Linear(joined("weight", shape.hidden_size), qkv_bias, rows=Rows.ANY),
-        out=Linear(out, out_bias if sharding.group.rank == 0 else None, rows=Rows.ANY),
+        qkv=Linear(joined("weight", shape.hidden_size), qkv_bias, rows=weights.linear_rows),
+        out=Linear(out, out_bias if sharding.group.rank == 0 else None, rows=weights.linear_rows),
         q_norm=weights.take(f"{prefix}.q_norm.weight", shape.head_dim) if qwen3 else None,
         k_norm=weights.take(f"{prefix}.k_norm.weight", shape.head_dim) if qwen3 else None,
     )

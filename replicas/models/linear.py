@@ -22,7 +22,7 @@ MAX_FEW_ROWS = 12
 class Rows(Enum):
     """How many rows a layer gets in one step; it decides which copies of its weight are worth their memory."""
 
-    FEW = "few"  #: one per request: an output head of next-token prediction
+    FEW = "few"  #: one per request, as an output head of next-token prediction; or memory is short
     MANY = "many"  #: prompts and canvases of blocks
     ANY = "any"  #: now prompts, now one token per request
 
@@ -56,6 +56,11 @@ class Linear:
             assert self._narrow is not None
             return self._narrow.weights[0]
         return self._weight.to_dense() if self._packed else self._weight
+
+    @property
+    def num_copies(self) -> int:
+        """Of the weight: 1 or 2."""
+        return (self._narrow is not None) + (self._weight is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._narrow is not None and len(x) <= self._max_narrow_rows:

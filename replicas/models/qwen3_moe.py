@@ -9,7 +9,6 @@ from replicas.model_info import ModelInfo
 from replicas.models.decoder import DecoderModel
 from replicas.models.dense import MLP, is_count, load_decoder
 from replicas.models.layers import SwiGLU
-from replicas.models.linear import Rows
 from replicas.models.moe import MoE, load_experts, softmax_top_k
 from replicas.models.sharding import Sharding
 from replicas.models.weights import CheckpointWeights
@@ -39,7 +38,7 @@ def load_qwen3_moe(info: ModelInfo, weights: CheckpointWeights, sharding: Shardi
                 hidden,
                 config["intermediate_size"],
                 "intermediate_size",
-                rows=Rows.ANY,
+                rows=weights.linear_rows,
             )
         gate = weights.take(f"{prefix}.gate.weight", experts, hidden)
         width = config["moe_intermediate_size"]

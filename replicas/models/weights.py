@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from replicas.errors import ModelLoadError
+from replicas.models.linear import Rows
 from replicas.models.sharding import Shard
 
 #: Tensors that older exports carry and that follow from the configuration.
@@ -33,14 +34,22 @@ _FUSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|gate_proj|up_proj|do
 class CheckpointWeights:
     """The tensors of a checkpoint directory, each to be taken once, in ``dtype`` on ``device``; from any thread.
 
-    A context manager: leaving it without an error checks that no tensor is left over.
+    ``compact``: see ``load_model``. A context manager: leaving it without an error checks that no tensor is left over.
     """
 
     def __init__(
-        self, path: Path, *, dtype: torch.dtype, device: torch.device, progress: bool = False
+        self,
+        path: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: bool = False,
+        compact: bool = False,
     ) -> None:
         self._path = path
         self.dtype = dtype
+        #: For linear layers that get prompts as well as single tokens.
+        self.linear_rows = Rows.FEW if compact else Rows.ANY
         self.device = device
         self._files: dict[Path, Any] = {}
         self._read_bytes = 0

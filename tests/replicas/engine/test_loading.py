@@ -1,9 +1,18 @@
+import shutil
+
 import pytest
 import torch
+from prefix_requests import AR, ask, question
+from safetensors.torch import load_file, save_file
 
-from replicas.engine.loading import resolve_device, resolve_dtype, stored_dtype
+from replicas.engine import memory
+from replicas.engine.core import EngineCore
+from replicas.engine.loading import default_num_batched_tokens, resolve_device, resolve_dtype, stored_dtype
 from replicas.engine.memory import check_kv_memory, free_memory_bytes
+from replicas.engine.rank import EngineRank
 from replicas.errors import ModelLoadError
+from replicas.model_info import load_model_info
+from replicas.models.narrow import narrow_kernel_exists
 
 CPU = torch.device("cpu")
 
@@ -44,3 +53,31 @@ def test_kv_memory_is_refused_with_all_numbers():
 
 def test_free_memory_is_plausible():
     assert 2**20 < free_memory_bytes(CPU) < 2**50
+
+
+def test_steps_are_short_where_tokens_are_slow():
+    assert default_num_batched_tokens(CPU, 8, None) == 264
+    assert default_num_batched_tokens(CPU, 8, 32) == 256 + 8 * 64
+    assert default_num_batched_tokens(torch.device("cuda"), 8, 32) == 2048
+
+
+def test_a_model_that_fills_the_memory_is_held_once(golden, monkeypatch, tmp_path):
+    """In 16 bits only, with the same tokens; where there is room, both copies."""
+    for file in (golden.path / AR).iterdir():
+        shutil.copy(file, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({k: v.bfloat16() for k, v in tensors.items()}, tmp_path / "model.safetensors")
+    size = (tmp_path / "model.safetensors").stat().st_size
+    info = load_model_info(tmp_path)
+    outputs, rows = [], []
+    for free in (5 * size, 7 * size):
+        monkeypatch.setattr(memory, "free_memory_bytes", lambda device, free=free: free)
+        rank = EngineRank()
+        rank.load(info, torch.float32, 1)
+        linear = rank.model.layers[0].mlp.gate_up
+        rows.append(linear.num_copies)
+        core = EngineCore.from_model(rank.model, info, max_num_seqs=2, max_model_len=256)
+        outputs.append(core.generate(ask(golden, AR, [question(i, 40) for i in range(3)])))
+    assert rows == [1, 2] if narrow_kernel_exists() else rows == [1, 1]
+    first, second = ({key: output.new_token_ids for key, output in one.items()} for one in outputs)
+    assert first == second
