@@ -283,7 +283,7 @@ def test_bfloat16_with_a_wrong_router_is_found(small: Path, monkeypatch: pytest.
 
     def reversed_gate(self, name, *shape, **options):
         tensor = take(self, name, *shape, **options)
-        wrong = self._dtype == torch.bfloat16 and name.endswith("gate.weight")
+        wrong = self.dtype == torch.bfloat16 and name.endswith("gate.weight")
         return tensor.flip(0) if wrong else tensor
 
     monkeypatch.setattr(CheckpointWeights, "take", reversed_gate)
