@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from prefix_requests import AR, ask, question
 
 from replicas.protocol import DiffusionParams
@@ -52,14 +53,22 @@ def test_idle_slots_keep_what_is_reused(golden, cold, name):
     (request,) = ask(golden, name, [prompt], 64 - 21)
     first = core.generate([request])["r0"]
     assert first.new_token_ids == cold(name, prompt, 64 - 21)
+    reused = 56 if name == "llada2_b8" else 62
+    caches = core.engine.runner._kv_cache
+    (slot,) = (i for i in range(4) if caches.k[0][i, 0].any())
+    kept = [cache[slot, :reused].clone() for cache in (*caches.k, *caches.v)]
     others = ask(golden, name, [question(i, 12) for i in (2, 3)], 30, first=1)
     before = core.engine.runner.num_static_forwards
     core.generate(others)
     assert core.engine.runner.num_static_forwards > before
+    assert all(
+        torch.equal(cache[slot, :reused], old)
+        for cache, old in zip((*caches.k, *caches.v), kept, strict=True)
+    )
     turn = prompt + first.new_token_ids[: 64 - 21 - 1]
     (request,) = ask(golden, name, [turn], 1, first=9)
     output = core.generate([request])["r9"]
-    assert output.num_cached_tokens == (56 if name == "llada2_b8" else 62)
+    assert output.num_cached_tokens == reused
     assert output.new_token_ids == cold(name, turn, 1)
 
 
