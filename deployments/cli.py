@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = commands.add_parser("verify", help="compare an engine with reference data, token by token")
     verify.add_argument("dirs", type=Path, nargs="+", metavar="DIR", help="directories of reference data")
-    verify.add_argument("--engine", choices=["torch"], default="torch")
+    verify.add_argument("--engine", choices=["torch", "vllm"], default="torch")
     verify.add_argument("--concurrent", type=int, default=1, metavar="N", help="cases in flight at once")
     verify.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     verify.add_argument(

@@ -1,4 +1,4 @@
-"""The flags of ``blockserve bench engine``. Heavy imports happen where they are used."""
+"""The flags of ``blockserve bench engine`` and ``bench server``. Heavy imports happen where they are used."""
 
 from __future__ import annotations
 
@@ -78,6 +78,69 @@ def add_bench_parser(commands: Any) -> None:
         help="block diffusion: confidence above which a token is decided at once (0.95)",
     )
     engine.set_defaults(run=_run)
+    _add_server_parser(kinds)
+
+
+def _add_server_parser(kinds: Any) -> None:
+    server = kinds.add_parser(
+        "server",
+        help="this server on vLLM over HTTP, next to vLLM's own server, on the CPU",
+        description="The same streamed requests to each server in turn; texts must be equal.",
+    )
+    add = server.add_argument
+    add(
+        "--model", default="demo://smollm2-135m-instruct", metavar="PATH", help="as `path` in a configuration"
+    )
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    add("--concurrency", type=_list_of(_count(1, 1024)), default=(1, 8, 32), metavar="N,...")
+    add("--prompt-tokens", type=_count(1, 1 << 20), default=128, metavar="N")
+    add("--output-tokens", type=_count(1, 1 << 20), default=64, metavar="N")
+    add("--requests", type=_count(1, 1000), default=2, metavar="N", help="of each user, one after the other")
+    add("--against", type=_list_of(_one_of(("vllm",))), default=("vllm",), metavar="SYSTEM")
+    add("--repeat", type=_count(1, 1000), default=2, metavar="N", help="rounds; medians are printed")
+    add("--threads", type=_count(1, 1024), metavar="N", help="of the engine (all CPUs of this process)")
+    add("--compile", action="store_true", help="let vLLM compile the model (a minute at the first start)")
+    add("--seed", type=_count(0, 2**31), default=0, metavar="N", help="of the random prompts")
+    add("--json", type=Path, metavar="FILE", dest="json_file", help="everything that was measured")
+    server.set_defaults(run=_run_server)
+
+
+def _run_server(args: argparse.Namespace) -> int:
+    from loadtest.engine_bench.environment import available_cpus
+    from loadtest.server_bench.bench import ServerBenchOptions, run_bench
+    from loadtest.server_bench.servers import Workload
+    from replicas.checkpoints import resolve_checkpoint
+    from replicas.errors import ModelLoadError
+    from replicas.model_info import load_model_info
+
+    try:
+        info = load_model_info(resolve_checkpoint(args.model))
+        workload = Workload(
+            path=str(info.path),
+            dtype=args.dtype,
+            max_num_seqs=max(args.concurrency),
+            max_model_len=min(info.max_model_len, 2048),
+            max_num_batched_tokens=2048,
+            kv_cache_memory_bytes=1 << 30,
+            enforce_eager=not args.compile,
+            threads=args.threads or len(available_cpus()),
+        )
+        options = ServerBenchOptions(
+            workload=workload,
+            vocab_size=info.vocab_size,
+            concurrency=args.concurrency,
+            prompt_tokens=args.prompt_tokens,
+            output_tokens=args.output_tokens,
+            requests=args.requests,
+            repeat=args.repeat,
+            against=args.against,
+            seed=args.seed,
+            json_file=args.json_file,
+        )
+        return run_bench(options, sys.argv)
+    except (ModelLoadError, RuntimeError) as error:
+        print(f"blockserve: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(args: argparse.Namespace) -> int:

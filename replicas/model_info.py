@@ -19,7 +19,16 @@ AUTOREGRESSIVE_ARCHITECTURES = (
     "LlamaForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+#: Hybrids of linear and full attention: `backend: vllm` serves their text, the torch engine does not.
+VLLM_ARCHITECTURES = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 DIFFUSION_ARCHITECTURES = ("LLaDA2MoeModelLM",)
+KNOWN_ARCHITECTURES = AUTOREGRESSIVE_ARCHITECTURES + VLLM_ARCHITECTURES + DIFFUSION_ARCHITECTURES
 #: Block length of the published LLaDA2 checkpoints; their config.json does not hold it.
 LLADA2_BLOCK_LENGTH = 32
 LLADA2_MASK_TOKEN = "<|mask|>"
@@ -65,9 +74,11 @@ def load_model_info(
             f"{path}: model_type `llada2_moe_veomni` holds fused expert tensors; convert it to the "
             "`llada2_moe` layout (one tensor per expert) with the training framework's script first"
         )
-    if architecture not in AUTOREGRESSIVE_ARCHITECTURES + DIFFUSION_ARCHITECTURES:
-        known = ", ".join(AUTOREGRESSIVE_ARCHITECTURES + DIFFUSION_ARCHITECTURES)
+    if architecture not in KNOWN_ARCHITECTURES:
+        known = ", ".join(KNOWN_ARCHITECTURES)
         raise ModelLoadError(f"{path}: unknown architecture {architecture!r} in config.json; known: {known}")
+    # Models with a vision part keep the numbers of their language part here.
+    config |= config.get("text_config") or {}
     meta = _read_json(path / "meta.json")
     generation = _read_json(path / "generation_config.json")
     tokenizer = _read_json(path / "tokenizer_config.json")

@@ -42,9 +42,14 @@ Loader = Callable[[ModelConfig], Engine]
 
 def load_engine(config: ModelConfig) -> Engine:
     """Builds the engine that ``config.engine.backend`` names, on this machine. Raises ``ModelLoadError``."""
+    path = resolve_checkpoint(config.path)
+    if config.engine.backend == "vllm":
+        from replicas.vllm_engine.loading import load_vllm_engine
+
+        return load_vllm_engine(config, path)
     from replicas.engine.core import EngineCore  # torch is imported where it is used
 
-    return EngineCore.from_config(config, resolve_checkpoint(config.path))
+    return EngineCore.from_config(config, path)
 
 
 class EngineReplica:

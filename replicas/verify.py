@@ -24,6 +24,7 @@ from replicas.verify_numbers import TOLERANCE, FileReport, verify_filters, verif
 
 logger = logging.getLogger(__name__)
 
+ENGINES = ("torch", "vllm")
 SHOWN_MISMATCHES = 3
 
 
@@ -38,20 +39,23 @@ def run_verify(
 ) -> int:
     """Verifies each directory; prints a line per file; returns 0 if all that was compared was equal, else 1.
 
-    ``concurrent``: cases in flight at once. ``tensor_parallel_size``: ranks, processes of this machine, that run the
-    generations; all else is compared on one rank. Paths that are files are skipped with a note. A missing directory,
-    or a damaged checkpoint or file, is a failure, and all others are still verified.
+    ``engine``: ``vllm`` runs generations only, in eager mode. ``concurrent``: cases in flight at once.
+    ``tensor_parallel_size``: ranks, processes of this machine, that run the generations; all else is compared on one
+    rank. Paths that are files are skipped with a note. A missing directory, or a damaged checkpoint or file, is a
+    failure, and all others are still verified.
     """
     size = tensor_parallel_size
     if (
-        engine != "torch"
+        engine not in ENGINES
         or dtype not in TOLERANCE
         or concurrent < 1
         or not 1 <= size <= MAX_TENSOR_PARALLEL_SIZE
     ):
         given = f"engine {engine!r}, dtype {dtype!r}, concurrent {concurrent}, tensor parallel size {size}"
-        out(f"{given}: engine torch, a dtype out of {', '.join(TOLERANCE)}, at least 1 case at once and 1 to "
-            f"{MAX_TENSOR_PARALLEL_SIZE} ranks are supported")  # fmt: skip
+        allowed = f"engine {' or '.join(ENGINES)}, a dtype out of {', '.join(TOLERANCE)}"
+        out(
+            f"{given}: {allowed}, at least 1 case at once and 1 to {MAX_TENSOR_PARALLEL_SIZE} ranks are supported"
+        )
         return 1
     failed, cases, files, not_comparable = 0, 0, 0, 0
     # Reference models are tiny: several threads spend their time waiting for one another.
@@ -59,13 +63,19 @@ def run_verify(
     torch.set_num_threads(1)
     ranks: Ranks | None = None
     try:
-        if size > 1:
+        if size > 1 and engine == "torch":
             ranks = start_ranks(size, torch.device("cpu"))
         for directory in map(Path, directories):
             if directory.is_file():
                 out(f"{directory}: not a directory, skipped")
                 continue
-            for report in _verify_directory(directory, concurrent, dtype, ranks):
+            if engine == "vllm":
+                from replicas.verify_vllm import verify_directory
+
+                reports = verify_directory(directory, concurrent, dtype, size)
+            else:
+                reports = _verify_directory(directory, concurrent, dtype, ranks)
+            for report in reports:
                 if isinstance(report, str):
                     out(report)
                     failed += 1

@@ -49,34 +49,37 @@ def verify_diffusion(report: FileReport, subject: Subject, file: Path) -> None:
 
     The engine never chooses the mask token, as in service; the reference could, but does not in its cases.
     """
-    cases = _comparable(report, _read_cases(file), subject.dtype)
+    cases = comparable(report, read_cases(file), subject.dtype)
     changes: dict[str, Changes] = {case["case"]: [] for case in cases}
 
     def trace(request_id: str, block: int, pairs: list[tuple[int, int]]) -> None:
         changes[request_id].append((block, sorted(pairs)))
 
     engine = subject.engine(reference_stopping=True, trace=trace)
-    outputs = engine.generate(_diffusion_request(case) for case in cases)
+    outputs = engine.generate(diffusion_request(case) for case in cases)
     deciding = 0
     for case in cases:
         output = outputs[case["case"]]
         if case["params"].get("temperature", 0.0) > 0:
             deciding += output.num_forwards
-            problem = _sampled_problem(case, output, subject.info)
+            problem = sampled_problem(case, output, subject.info)
             if problem is None:
                 report.skip(SAMPLED)
                 continue
         else:
             deciding += case["num_forwards"]
-            problem = _diffusion_problem(case, output, changes[case["case"]], subject.info)
+            problem = diffusion_problem(case, output, subject.info) or _changes_problem(
+                case, changes[case["case"]]
+            )
         report.check(f"{case['case']}: {problem}", problem is None)
     _check_forwards(report, engine, deciding, subject)
 
 
-def _diffusion_problem(
-    case: dict[str, Any], output: RequestOutput, steps: Changes, info: ModelInfo
+def diffusion_problem(
+    case: dict[str, Any], output: RequestOutput, info: ModelInfo, *, fewer_forwards: bool = False
 ) -> str | None:
-    expected = [(step["block"], sorted(map(tuple, step["set"]))) for step in case["steps"]]
+    """What is wrong with a greedy case, or None. ``fewer_forwards``: fewer of them than the reference's are right where
+    it may end early."""
     # The original may answer with more than gen_length tokens; a server must not.
     tokens = case["output_ids"][: case["params"].get("gen_length", 2048)]
     ended = bool(tokens) and tokens[-1] in info.eos_token_ids
@@ -85,16 +88,21 @@ def _diffusion_problem(
         return f"failed: {output.error.message}"
     if output.new_token_ids != tokens:
         return f"tokens {_first_difference(output.new_token_ids, tokens)}"
-    if steps != expected:
-        return f"changes per step {_first_difference(steps, expected)}"
-    if output.num_forwards != case["num_forwards"]:
-        return f"{output.num_forwards} denoising forwards, the reference has {case['num_forwards']}"
+    forwards = case["num_forwards"]
+    fewer = fewer_forwards and (case["params"].get("eos_early_stop") or "editing_threshold" in case["params"])
+    if output.num_forwards > forwards or (output.num_forwards < forwards and not fewer):
+        return f"{output.num_forwards} denoising forwards, the reference has {forwards}"
     if output.finish_reason != finish:
         return f"finished by {output.finish_reason}, expected {finish}"
     return None
 
 
-def _sampled_problem(case: dict[str, Any], output: RequestOutput, info: ModelInfo) -> str | None:
+def _changes_problem(case: dict[str, Any], steps: Changes) -> str | None:
+    expected = [(step["block"], sorted(map(tuple, step["set"]))) for step in case["steps"]]
+    return None if steps == expected else f"changes per step {_first_difference(steps, expected)}"
+
+
+def sampled_problem(case: dict[str, Any], output: RequestOutput, info: ModelInfo) -> str | None:
     """What holds for a sampled case whatever was drawn."""
     limit = case["params"].get("gen_length", 2048)
     if output.error is not None:
@@ -108,10 +116,10 @@ def _sampled_problem(case: dict[str, Any], output: RequestOutput, info: ModelInf
 
 def verify_greedy(report: FileReport, subject: Subject, file: Path) -> None:
     """Autoregressive greedy decoding: tokens, finish reason, tokens past EOS, logprobs."""
-    cases = _comparable(report, _read_cases(file), subject.dtype)
+    cases = comparable(report, read_cases(file), subject.dtype)
     engine = subject.engine()
     outputs = engine.generate(
-        _greedy_request(case, ignore_eos)
+        greedy_request(case, ignore_eos)
         for case in cases
         for ignore_eos in (False, True)
         if not ignore_eos or case.get("output_ids_ignore_eos")
@@ -120,17 +128,15 @@ def verify_greedy(report: FileReport, subject: Subject, file: Path) -> None:
     for case in cases:
         output, ignoring = outputs[case["case"]], outputs.get(f"{case['case']} ignore_eos")
         deciding += len(case["output_ids"]) + len(case.get("output_ids_ignore_eos") or [])
-        problem = _greedy_problem(case, output, ignoring)
+        problem = greedy_problem(case, output, ignoring)
         report.check(f"{case['case']}: {problem}", problem is None)
         if case.get("logprobs") and subject.dtype == "float32":
-            error = _logprob_error(output, case["logprobs"])
+            error = logprob_error(output, case["logprobs"])
             report.check_error(f"{case['case']} logprobs", error, LOGPROB_TOLERANCE)
     _check_forwards(report, engine, deciding, subject)
 
 
-def _greedy_problem(
-    case: dict[str, Any], output: RequestOutput, ignoring: RequestOutput | None
-) -> str | None:
+def greedy_problem(case: dict[str, Any], output: RequestOutput, ignoring: RequestOutput | None) -> str | None:
     finish = FinishReason.STOP if case["finish"] == "eos" else FinishReason.LENGTH
     for answer in (output, ignoring):
         if answer is not None and answer.error is not None:
@@ -162,7 +168,7 @@ def _check_forwards(report: FileReport, engine: EngineCore, deciding: int, subje
         report.check(f"{stats.num_forwards} model forwards, {deciding} expected", False)
 
 
-def _diffusion_request(case: dict[str, Any]) -> GenerationRequest:
+def diffusion_request(case: dict[str, Any]) -> GenerationRequest:
     params = case["params"]
     token_editing = "editing_threshold" in params
     diffusion = DiffusionParams(
@@ -184,7 +190,7 @@ def _diffusion_request(case: dict[str, Any]) -> GenerationRequest:
     return GenerationRequest(case["case"], "reference", tuple(case["prompt_ids"]), sampling, diffusion)
 
 
-def _greedy_request(case: dict[str, Any], ignore_eos: bool) -> GenerationRequest:
+def greedy_request(case: dict[str, Any], ignore_eos: bool) -> GenerationRequest:
     sampling = SamplingParams(
         max_tokens=len(case["output_ids_ignore_eos"]) if ignore_eos else case["max_tokens"],
         ignore_eos=ignore_eos,
@@ -194,14 +200,14 @@ def _greedy_request(case: dict[str, Any], ignore_eos: bool) -> GenerationRequest
     return GenerationRequest(name, "reference", tuple(case["prompt_ids"]), sampling)
 
 
-def _read_cases(file: Path) -> list[dict[str, Any]]:
+def read_cases(file: Path) -> list[dict[str, Any]]:
     cases = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(cases, list) or not cases:
         raise ValueError("holds no list of cases")
     return cases
 
 
-def _comparable(report: FileReport, cases: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
+def comparable(report: FileReport, cases: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     """Cases whose narrowest decision is clear in ``dtype`` (float32: all)."""
     if dtype == "float32":
         return cases
@@ -215,7 +221,7 @@ def _comparable(report: FileReport, cases: list[dict[str, Any]], dtype: str) -> 
     return chosen
 
 
-def _logprob_error(output: RequestOutput, expected: list[dict[str, Any]]) -> float:
+def logprob_error(output: RequestOutput, expected: list[dict[str, Any]]) -> float:
     if output.logprobs is None or len(output.logprobs) != len(expected):
         return float("inf")
     errors = []

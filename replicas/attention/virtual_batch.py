@@ -13,8 +13,10 @@ from __future__ import annotations
 import copy
 import numbers
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 Metadata = TypeVar("Metadata")
@@ -33,38 +35,60 @@ def make_block_causal_virtual_batches(attn_metadata: Metadata, block_length: int
     """
     block_length = _integer(block_length, "block_length", minimum=1)
     metadata: Any = attn_metadata
-    starts = metadata.query_start_loc_cpu.tolist()
-    q_lens: list[int] = []
-    ends: list[int] = []
-    owners: list[int] = []
-    for r, seq_len in enumerate(metadata.seq_lens.tolist()):
-        begin = seq_len - (starts[r + 1] - starts[r])
-        if begin < 0:
-            raise ValueError(
-                f"request {r}: {seq_len - begin} query tokens, but `seq_lens` has {seq_len} keys only"
-            )
-        while begin < seq_len:
-            end = min(seq_len, (begin // block_length + 1) * block_length)
-            q_lens.append(end - begin)
-            ends.append(end)
-            owners.append(r)
-            begin = end
+    rows = block_causal_rows(
+        np.diff(metadata.query_start_loc_cpu.numpy()), metadata.seq_lens.cpu().numpy(), block_length
+    )
     device = metadata.seq_lens.device
-    query_start_loc_cpu = torch.zeros(len(q_lens) + 1, dtype=torch.int32)
-    query_start_loc_cpu[1:] = torch.tensor(q_lens, dtype=torch.int32).cumsum(0)
+    query_start_loc_cpu = torch.from_numpy(rows.query_start_loc)
     return _replace(
         attn_metadata,
         query_start_loc=query_start_loc_cpu.to(device),
         query_start_loc_cpu=query_start_loc_cpu,
-        seq_lens=torch.tensor(ends, dtype=torch.int32).to(device),
-        num_reqs=len(q_lens),
-        max_query_len=max(q_lens, default=0),
-        max_seq_len=max(ends, default=0),
-        block_table_tensor=metadata.block_table_tensor[
-            torch.tensor(owners, dtype=torch.int64, device=device)
-        ],
+        seq_lens=torch.from_numpy(rows.seq_lens).to(device),
+        num_reqs=len(rows.seq_lens),
+        max_query_len=rows.max_query_len,
+        max_seq_len=rows.max_seq_len,
+        block_table_tensor=metadata.block_table_tensor[torch.from_numpy(rows.requests).to(device)],
         causal=False,
     )
+
+
+@dataclass(frozen=True)
+class BlockCausalRows:
+    """Virtual requests on the host. ``query_start_loc`` int32 [rows + 1], ``seq_lens`` int32 [rows], ``requests`` int64
+    [rows]: the request that a row is cut from."""
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    requests: np.ndarray
+
+    @property
+    def max_query_len(self) -> int:
+        return int(np.diff(self.query_start_loc).max(initial=0))
+
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.seq_lens.max(initial=0))
+
+
+def block_causal_rows(query_lens: np.ndarray, seq_lens: np.ndarray, block_length: int) -> BlockCausalRows:
+    """The rows of ``make_block_causal_virtual_batches`` for requests whose last ``query_lens`` [n] of ``seq_lens`` [n]
+    tokens are in this step. No device is touched. Raises ``ValueError`` for more query tokens than keys."""
+    query_lens, ends = query_lens.astype(np.int64), seq_lens.astype(np.int64)
+    begins = ends - query_lens
+    if (begins < 0).any():
+        r = int(np.argmax(begins < 0))
+        raise ValueError(f"request {r}: {query_lens[r]} query tokens, but `seq_lens` has {ends[r]} keys only")
+    first = begins // block_length
+    counts = np.where(query_lens > 0, -(-ends // block_length) - first, 0)
+    requests = np.repeat(np.arange(len(ends)), counts)
+    index = np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)
+    block_start = (first[requests] + index) * block_length
+    row_ends = np.minimum(block_start + block_length, ends[requests])
+    lens = row_ends - np.maximum(block_start, begins[requests])
+    query_start_loc = np.zeros(len(requests) + 1, dtype=np.int32)
+    np.cumsum(lens, out=query_start_loc[1:])
+    return BlockCausalRows(query_start_loc, row_ends.astype(np.int32), requests)
 
 
 def make_block_attention_virtual_batches(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,19 +20,19 @@ _MIN_TEMPERATURE = 1e-5
 
 @dataclass(slots=True)
 class SamplingRows:
-    """Parameters of R rows of logits, one entry per row.
+    """Parameters of R rows of logits, one entry per row: lists that grow, or numpy arrays [R].
 
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off. ``seed``, ``position`` and ``step`` key
     the row's draw. ``banned`` holds (row, token id) pairs that must not be chosen.
     """
 
-    temperature: list[float] = field(default_factory=list)
-    top_k: list[int] = field(default_factory=list)
-    top_p: list[float] = field(default_factory=list)
-    seed: list[int] = field(default_factory=list)
-    position: list[int] = field(default_factory=list)
-    step: list[int] = field(default_factory=list)
-    banned: list[tuple[int, int]] = field(default_factory=list)
+    temperature: Any = field(default_factory=list)
+    top_k: Any = field(default_factory=list)
+    top_p: Any = field(default_factory=list)
+    seed: Any = field(default_factory=list)
+    position: Any = field(default_factory=list)
+    step: Any = field(default_factory=list)
+    banned: Any = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -89,25 +90,24 @@ def select_tokens(
     Confidence is the chosen token's probability in the distribution it was drawn from: after temperature,
     top-k and top-p, or the plain softmax for greedy rows (original LLaDA2 `generate`).
     """
-    if rows.banned:
-        index = torch.tensor(rows.banned, dtype=torch.int64, device=logits.device)
+    if len(rows.banned):
+        index = torch.as_tensor(np.asarray(rows.banned), dtype=torch.int64, device=logits.device)
         logits[index[:, 0], index[:, 1]] = -torch.inf
-    sampled = [row for row, temperature in enumerate(rows.temperature) if temperature > 0]
+    sampled = np.flatnonzero(np.asarray(rows.temperature) > 0)
     if not with_confidence:
         if mask_token_id is not None:
             logits[:, mask_token_id] = -torch.inf
         tokens = logits.argmax(dim=-1)
-        if sampled:
+        if len(sampled):
             tokens[sampled] = _draw_rows(logits[sampled], rows, sampled, mask_token_id)[0]
         return tokens, None
-    if not sampled:
+    if not len(sampled):
         return greedy(logits, mask_token_id=mask_token_id)
     if len(sampled) == len(rows):
         return _draw_rows(logits, rows, sampled, mask_token_id)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     confidence = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
-    chosen = set(sampled)
-    plain = [row for row in range(len(rows)) if row not in chosen]
+    plain = np.flatnonzero(np.asarray(rows.temperature) <= 0)
     tokens[plain], confidence[plain] = greedy(logits[plain], mask_token_id=mask_token_id)
     tokens[sampled], confidence[sampled] = _draw_rows(logits[sampled], rows, sampled, mask_token_id)
     return tokens, confidence
@@ -176,7 +176,7 @@ def counter_uniforms(seed: Sequence[int], position: Sequence[int], step: Sequenc
     state = np.zeros(len(seed), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in (seed, position, step):
-            key = np.array([value & 0xFFFFFFFFFFFFFFFF for value in part], dtype=np.uint64)
+            key = np.array([int(value) & 0xFFFFFFFFFFFFFFFF for value in part], dtype=np.uint64)
             state = _mix((state ^ key) + np.uint64(0x9E3779B97F4A7C15))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -205,7 +205,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def _draw_rows(
-    logits: torch.Tensor, rows: SamplingRows, picked: list[int], mask_token_id: int | None
+    logits: torch.Tensor, rows: SamplingRows, picked: np.ndarray, mask_token_id: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws for ``logits`` [len(picked), V], whose parameters are the ``picked`` entries of ``rows``."""
     device = logits.device
@@ -213,9 +213,9 @@ def _draw_rows(
         logits[:, mask_token_id] = -torch.inf
     probs = filtered_probs(
         logits,
-        torch.tensor([rows.temperature[row] for row in picked], dtype=torch.float32, device=device),
-        torch.tensor([rows.top_k[row] for row in picked], dtype=torch.int64, device=device),
-        torch.tensor([rows.top_p[row] for row in picked], dtype=torch.float32, device=device),
+        torch.as_tensor(np.asarray(rows.temperature)[picked], dtype=torch.float32, device=device),
+        torch.as_tensor(np.asarray(rows.top_k)[picked], dtype=torch.int64, device=device),
+        torch.as_tensor(np.asarray(rows.top_p)[picked], dtype=torch.float32, device=device),
     )
     uniforms = counter_uniforms(
         [rows.seed[row] for row in picked],

@@ -31,34 +31,65 @@ def transfer_count(step: int, steps: int, block_length: int) -> int:
     return block_length // steps + (1 if step < block_length % steps else 0)
 
 
-def unmask(confidence: Sequence[float], threshold: float, count: int) -> list[int]:
-    """Indices of the masked positions to decide now (LLaDA2.0; LLaDA2.1's mask-to-token half).
+def unmask_rows(
+    confidence: np.ndarray, masked: np.ndarray, threshold: np.ndarray, count: np.ndarray
+) -> np.ndarray:
+    """Which masked positions of R blocks are decided now (LLaDA2.0; LLaDA2.1's mask-to-token half): bool [R, B].
 
     Args:
-        confidence: of the predicted token, one entry per masked position, in order of position.
-        threshold: strict; all above it are decided if they are at least ``count``.
-        count: otherwise the ``count`` most confident are (all, when fewer are masked). Equal confidences:
-            the leftmost first.
+        confidence: float32 [R, B], of the predicted token; not read where nothing is masked.
+        masked: bool [R, B].
+        threshold: float32 [R], strict; all above it are decided if they are at least ``count``.
+        count: int64 [R]; otherwise the ``count`` most confident are (all, when fewer are masked). Equal
+            confidences: the leftmost first.
     """
-    values = np.asarray(confidence, dtype=np.float32)
-    above = np.flatnonzero(values > np.float32(threshold))
-    if len(above) >= count:
-        return above.tolist()
-    best = np.argsort(-values, kind="stable")[:count]
-    return sorted(best.tolist())
+    above = masked & (confidence > threshold[:, None])
+    # Last in the order: what is not masked; before it what is not a number, or a block would never be finished.
+    key = np.where(masked, np.nan_to_num(-confidence, nan=float(np.finfo(np.float32).max)), np.inf)
+    order = np.argsort(key, axis=1, kind="stable")
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.arange(masked.shape[1])[None, :], axis=1)
+    enough = above.sum(axis=1) >= count
+    return np.where(enough[:, None], above, masked & (rank < count[:, None]))
+
+
+def edit_rows(
+    tokens: np.ndarray,
+    predicted: np.ndarray,
+    confidence: np.ndarray,
+    editable: np.ndarray,
+    threshold: np.ndarray,
+) -> np.ndarray:
+    """Which decided, generated positions of R blocks get another token (LLaDA2.1's token-to-token half): bool [R, B].
+
+    A position is replaced when another token than the present one is predicted with a confidence above
+    ``threshold`` (float32 [R], strict). ``editable``: bool [R, B], the decided positions that were generated.
+    """
+    return editable & (tokens != predicted) & (confidence > threshold[:, None])
+
+
+def unmask(confidence: Sequence[float], threshold: float, count: int) -> list[int]:
+    """``unmask_rows`` for one block: indices out of its masked positions, in order of position."""
+    values = np.asarray(confidence, dtype=np.float32)[None, :]
+    chosen = unmask_rows(
+        values, np.ones(values.shape, dtype=bool), np.array([threshold], dtype=np.float32), np.array([count])
+    )
+    return np.flatnonzero(chosen[0]).tolist()
 
 
 def edit(
     tokens: Sequence[int], predicted: Sequence[int], confidence: Sequence[float], threshold: float
 ) -> list[int]:
-    """Indices of decided, generated positions whose token is replaced (LLaDA2.1's token-to-token half).
-
-    A position is replaced when another token than the present one is predicted with a confidence above
-    ``threshold`` (strict).
-    """
-    values = np.asarray(confidence, dtype=np.float32)
-    changed = np.asarray(tokens) != np.asarray(predicted)
-    return np.flatnonzero(changed & (values > np.float32(threshold))).tolist()
+    """``edit_rows`` for one block: indices out of its decided, generated positions."""
+    values = np.asarray(confidence, dtype=np.float32)[None, :]
+    chosen = edit_rows(
+        np.asarray(tokens)[None, :],
+        np.asarray(predicted)[None, :],
+        values,
+        np.ones(values.shape, dtype=bool),
+        np.array([threshold], dtype=np.float32),
+    )
+    return np.flatnonzero(chosen[0]).tolist()
 
 
 def unmask_and_edit(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from replicas.errors import ModelLoadError
-from replicas.model_info import ModelInfo
+from replicas.model_info import VLLM_ARCHITECTURES, ModelInfo
 from replicas.models.decoder import DecoderModel
 from replicas.models.dense import load_dense
 from replicas.models.llada2_moe import load_llada2_moe
@@ -45,6 +45,8 @@ def load_model(
     surplus tensors.
     """
     loader = LOADERS.get(info.architecture)
+    if info.architecture in VLLM_ARCHITECTURES:
+        raise ModelLoadError(f"{info.path}: {info.architecture} needs `engine.backend: vllm`")
     if loader is None:
         raise ModelLoadError(
             f"{info.path}: unknown architecture {info.architecture!r}; known: {', '.join(LOADERS)}"

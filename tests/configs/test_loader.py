@@ -45,7 +45,7 @@ def test_the_local_file() -> None:
         ),
         (
             {"models": [MODEL | {"engine": {"backend": "tensorrt"}}]},
-            "args.models[0].engine.backend: must be 'torch', got 'tensorrt'",
+            "args.models[0].engine.backend: must be 'torch' or 'vllm', got 'tensorrt'",
         ),
         ({"models": [{"name": "m"}]}, "args.models[0].path: this key is required"),
         ({}, "args.models: this key is required"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -15,11 +16,13 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 import yaml
 from local_ports import free_port
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 START_TIMEOUT_S = 240
+NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
 
 class Server:
@@ -68,6 +71,11 @@ class Server:
                 if "ServeReplica" in title and deployment.lower() in title.lower():
                     found.append(process)
         return found
+
+
+def engine(backend: str, **arguments) -> dict:
+    """An ``engine:`` section; vLLM without compiling, which takes minutes."""
+    return {"backend": backend, "dtype": "float32", "max_num_seqs": 8, "enforce_eager": True} | arguments
 
 
 def golden(name: str, file: str) -> list[dict]:

@@ -1,4 +1,4 @@
-"""The main job: `blockserve serve configs/local.yaml`, and two real models that answer."""
+"""The main job: `blockserve serve configs/local.yaml`, and two real models that answer; the same on vLLM."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from running_server import Server, serve
 
 from replicas.demo.tasks import check, sample_task
 
-LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def local(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The shipped configuration, on a free port."""
-    args = yaml.safe_load(LOCAL.read_text())["applications"][0]["args"]
+    file = CONFIGS / {"torch": "local.yaml", "vllm": "local_vllm.yaml"}[backend]
+    args = yaml.safe_load(file.read_text())["applications"][0]["args"]
     with serve(args, tmp_path_factory.mktemp("local")) as running:
         yield running
 

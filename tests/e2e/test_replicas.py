@@ -7,14 +7,19 @@ import time
 from pathlib import Path
 
 import httpx
-from running_server import GOLDEN, Server, read_stream, serve
+from running_server import GOLDEN, Server, engine, read_stream, serve
 
-MODEL = {
-    "name": "qwen",
-    "path": str(GOLDEN / "qwen3_dense_tied"),
-    "engine": {"dtype": "float32", "max_num_seqs": 4},
-    "resources": {"num_cpus": 0.5, "health_check_period_s": 1},
-}
+
+def model(backend: str, **autoscaling) -> dict:
+    return {
+        "name": "qwen",
+        "path": str(GOLDEN / "qwen3_dense_untied"),
+        "engine": engine(backend, max_num_seqs=4),
+        "resources": {"num_cpus": 0.5, "health_check_period_s": 1},
+        "autoscaling": autoscaling,
+    }
+
+
 BODY = {"model": "qwen", "prompt": [65, 66, 67, 68] * 8, "temperature": 0, "ignore_eos": True}
 
 
@@ -24,8 +29,8 @@ async def completion(
     return await read_stream(client, BODY | {"max_tokens": max_tokens}, begun, may_be_refused=True)
 
 
-async def test_a_killed_replica_fails_only_what_had_begun(tmp_path: Path) -> None:
-    config = {"models": [MODEL | {"autoscaling": {"min_replicas": 2, "max_replicas": 2}}]}
+async def test_a_killed_replica_fails_only_what_had_begun(backend: str, tmp_path: Path) -> None:
+    config = {"models": [model(backend, min_replicas=2, max_replicas=2)]}
     with serve(config, tmp_path) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             await two_replicas(server)
@@ -50,9 +55,9 @@ async def test_a_killed_replica_fails_only_what_had_begun(tmp_path: Path) -> Non
             server.wait_idle("qwen")
 
 
-async def test_a_second_replica_comes_with_the_load_and_goes_after_it(tmp_path: Path) -> None:
+async def test_a_second_replica_comes_with_the_load_and_goes_after_it(backend: str, tmp_path: Path) -> None:
     autoscaling = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "downscale_delay_s": 4}
-    config = {"models": [MODEL | {"autoscaling": autoscaling}]}
+    config = {"models": [model(backend, **autoscaling)]}
     with serve(config, tmp_path) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             assert len(server.replica_processes("qwen")) == 1

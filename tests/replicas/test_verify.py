@@ -251,7 +251,7 @@ def test_nothing_to_verify_is_a_failure(tmp_path: Path) -> None:
     assert verify(tmp_path)[0] == 1
 
 
-@pytest.mark.parametrize("options", [{"engine": "vllm"}, {"concurrent": 0}, {"dtype": "int8"}])
+@pytest.mark.parametrize("options", [{"engine": "tensorrt"}, {"concurrent": 0}, {"dtype": "int8"}])
 def test_unknown_options_are_refused(options: dict) -> None:
     status, text = verify(GOLDEN / "qwen2_5", **options)
     assert status == 1

@@ -63,7 +63,7 @@ def whole_pages(code: Code) -> float:
 
 CHECKS = {"two chunks": two_chunks, "fused": fused, "whole pages": whole_pages}
 
-FUSED_END = "        ],\n        causal=False,"
+FUSED_END = "rows.requests).to(device)],\n        causal=False,"
 MUTATIONS = {
     "summed instead of merged": (
         two_chunks,
@@ -142,18 +142,18 @@ MUTATIONS = {
     ),
     "later blocks are seen": (
         fused,
-        Mutation("virtual_batch", (("ends.append(end)", "ends.append(seq_len)"),)),
+        Mutation("virtual_batch", (("row_ends.astype(", "ends[requests].astype("),)),
     ),
     "blocks counted from the query's start": (
         fused,
         Mutation(
             "virtual_batch",
-            (("(begin // block_length + 1) * block_length", "begin + block_length"),),
+            (("(first[requests] + index) * block_length", "begins[requests] + index * block_length"),),
         ),
     ),
     "table row of another request": (
         fused,
-        Mutation("virtual_batch", (("owners.append(r)", "owners.append(0)"),)),
+        Mutation("virtual_batch", (("torch.from_numpy(rows.requests)", "torch.from_numpy(0 * rows.requests)"),)),
     ),
 }  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""The engine on vLLM: ``AsyncLLM`` behind the ``Engine`` protocol."""
