@@ -13,6 +13,12 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=["torch", pytest.param("vllm", marks=[NEEDS_VLLM, pytest.mark.slow])])
+def own_backend(request: pytest.FixtureRequest) -> str:
+    """For tests that start servers of their own, which takes vLLM a minute each."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def server(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One autoregressive and two block-diffusion models, as clients of one application see them."""

@@ -29,8 +29,8 @@ async def completion(
     return await read_stream(client, BODY | {"max_tokens": max_tokens}, begun, may_be_refused=True)
 
 
-async def test_a_killed_replica_fails_only_what_had_begun(backend: str, tmp_path: Path) -> None:
-    config = {"models": [model(backend, min_replicas=2, max_replicas=2)]}
+async def test_a_killed_replica_fails_only_what_had_begun(own_backend: str, tmp_path: Path) -> None:
+    config = {"models": [model(own_backend, min_replicas=2, max_replicas=2)]}
     with serve(config, tmp_path) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             await two_replicas(server)
@@ -55,9 +55,11 @@ async def test_a_killed_replica_fails_only_what_had_begun(backend: str, tmp_path
             server.wait_idle("qwen")
 
 
-async def test_a_second_replica_comes_with_the_load_and_goes_after_it(backend: str, tmp_path: Path) -> None:
+async def test_a_second_replica_comes_with_the_load_and_goes_after_it(
+    own_backend: str, tmp_path: Path
+) -> None:
     autoscaling = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "downscale_delay_s": 4}
-    config = {"models": [model(backend, **autoscaling)]}
+    config = {"models": [model(own_backend, **autoscaling)]}
     with serve(config, tmp_path) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             assert len(server.replica_processes("qwen")) == 1

@@ -113,13 +113,13 @@ async def test_requests_are_seen_together_in_the_engine(server: Server) -> None:
     server.wait_for("max_running_requests_seen", "qwen", 16)
 
 
-async def test_burst_far_above_the_bound(backend: str, tmp_path: Path) -> None:
+async def test_burst_far_above_the_bound(own_backend: str, tmp_path: Path) -> None:
     config = {
         "models": [
             {
                 "name": "qwen",
                 "path": str(GOLDEN / "qwen3_dense_untied"),
-                "engine": engine(backend, max_num_seqs=4),
+                "engine": engine(own_backend, max_num_seqs=4),
             }
         ],
         "admission": {"max_live_requests": 12},
