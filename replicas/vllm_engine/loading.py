@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pydantic
+
 from configs.schema import EngineConfig, ModelConfig
 from replicas.engine.loading import default_num_batched_tokens, resolve_device, resolve_dtype
 from replicas.engine.memory import free_memory_bytes
@@ -44,6 +46,10 @@ def load_vllm_engine(config: ModelConfig, path: str | Path) -> VllmEngine:
     info = load_model_info(path, max_model_len=engine.max_model_len, block_length=config.block_length)
     if info.is_diffusion:
         check_plugin()
+    if info.architecture in VLLM_ARCHITECTURES and importlib.util.find_spec("torchvision") is None:
+        raise ModelLoadError(
+            f"{info.path}: {info.architecture} needs torchvision of the same build as torch, though only text is served"
+        )
     device = resolve_device(engine.device)
     num_threads = engine.num_threads or max(1, int(config.resources.num_cpus))
     with _environment(device.type, num_threads, engine.tensor_parallel_size):
@@ -226,5 +232,8 @@ def _version(package: str) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+    """The first line that says something: pydantic's messages begin with a count of errors."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, pydantic.ValidationError):
+        return error.errors()[0]["msg"]
+    return lines[0] if lines else type(error).__name__
