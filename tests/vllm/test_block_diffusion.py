@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from vllm_client import GOLDEN, LLADA2, cases, config_of, request
+from vllm_client import GOLDEN, LLADA2, cases, config_of, request, start
 
 from replicas.engine.core import EngineCore
 from replicas.protocol import DiffusionParams, FinishReason
+from replicas.verify_generation import diffusion_request
 
 CASES = cases(LLADA2, "generate_llada20.json")
 LONG_PROMPT = (CASES[0]["prompt_ids"] * 40)[:170]
@@ -111,3 +112,16 @@ def test_logprobs_are_those_of_the_deciding_step(llada2):
     plain = request("l", LONG_PROMPT[:40], diffusion, max_tokens=24, ignore_eos=True)
     assert torch_engine.generate([plain])["l"].new_token_ids == output.new_token_ids
     torch_engine.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_tokens_are_the_reference_s():
+    client = start(LLADA2, enforce_eager=False)
+    try:
+        found = [case for case in CASES if not case["params"].get("temperature")]
+        requests = [diffusion_request(case) for case in found]
+        expected = [case["output_ids"][: case["params"]["gen_length"]] for case in found]
+        assert client.tokens(*requests) == expected
+    finally:
+        client.close()
