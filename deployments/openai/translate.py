@@ -228,7 +228,10 @@ def _refuse_unsupported(body: GenerationBody, entry: ModelEntry) -> None:
         raise _unsupported("response_format", "supports the type 'text' only")
     extras = body.model_extra or {}
     for name in _UNSUPPORTED_EXTRAS:
-        if extras.get(name):
+        value = extras.get(name)
+        # 0 asks for the prompt's logprobs without alternatives; of the others it is nothing, and one of one is plain.
+        neutral = value is None or value is False if name == "prompt_logprobs" else not value
+        if not neutral and (name, value) != ("best_of", 1):
             raise _unsupported(name, "is not supported")
     _check_token_ids(body.stop_token_ids, entry, "stop_token_ids")
 

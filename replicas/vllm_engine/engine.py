@@ -327,7 +327,7 @@ class VllmEngine:
                     temperature=sampling.temperature,
                     top_k=sampling.top_k,
                     top_p=sampling.top_p,
-                    seed=seed,
+                    seed=generator_seed(seed),
                 )
             core_request = self._llm.input_processor.process_inputs(
                 next(self._core_ids), prompt, params, supported_tasks=("generate",)
@@ -391,6 +391,13 @@ class VllmEngine:
             # A closed loop has nobody left to serve.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(wakeup.set)
+
+
+def generator_seed(seed: int) -> int:
+    """``seed`` for vLLM's sampler, whose generator takes 32 bits on a CPU: seeds that differ only above them would draw
+    alike. Those of 32 bits stay what they are."""
+    value = seed & (2**64 - 1)
+    return value if value < 2**32 else (value * 0x9E3779B97F4A7C15 >> 32) & (2**32 - 1)
 
 
 def _logprobs(request: GenerationRequest, output: Any) -> list[TokenLogprob] | None:

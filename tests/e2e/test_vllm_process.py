@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from running_server import GOLDEN, NEEDS_VLLM, Server, engine, read_stream, serve
+from running_server import GOLDEN, NEEDS_VLLM, Server, engine, golden, read_stream, serve
+from transformers import AutoTokenizer
 
 pytestmark = NEEDS_VLLM
 
@@ -64,6 +65,39 @@ async def test_a_killed_engine_process(name: str, tmp_path: Path) -> None:
             (back,) = engine_processes(server)
             assert back.pid != core.pid
             assert back.parent().pid != replica.pid
+
+
+@pytest.mark.slow
+async def test_two_ranks(tmp_path: Path) -> None:
+    model = {
+        "name": "m",
+        "path": str(GOLDEN / "llada2_tp"),
+        "engine": engine("vllm", max_num_seqs=4, tensor_parallel_size=2),
+        "resources": {"num_cpus": 0.5},
+    }
+    case = next(
+        case
+        for case in golden("llada2_tp", "generate_llada20.json")
+        if not case["params"].get("temperature") and "minimal_topk" not in case["params"]
+    )
+    params = case["params"]
+    body = {
+        "model": "m",
+        "prompt": case["prompt_ids"],
+        "max_tokens": params["gen_length"],
+        "steps": params.get("steps", 32),
+        "threshold": params.get("threshold", 0.95),
+        "temperature": 0,
+    }
+    with serve({"models": [model]}, tmp_path) as server:
+        answer = server.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        assert usage["completion_tokens"] == len(case["output_ids"][: params["gen_length"]])
+        text = AutoTokenizer.from_pretrained(GOLDEN / "llada2_tp").decode(
+            case["output_ids"][: params["gen_length"]], skip_special_tokens=True
+        )
+        assert answer.json()["choices"][0]["text"] == text
 
 
 def engine_processes(server: Server) -> list[psutil.Process]:

@@ -58,6 +58,16 @@ def test_other_seeds_give_other_tokens_and_top_k_1_is_greedy(client):
     assert top_1 == expected
 
 
+def test_seeds_that_differ_in_high_bits_draw_other_tokens(client):
+    drawn = client.tokens(
+        *(
+            request(f"s{seed}", PROMPT, max_tokens=24, temperature=1.0, seed=seed)
+            for seed in (0, 2**32, 2**62)
+        )
+    )
+    assert len({tuple(tokens) for tokens in drawn}) == 3
+
+
 def test_top_p_near_0_is_greedy(qwen):
     drawn = qwen.tokens(request("p", PROMPT, max_tokens=20, temperature=1.0, top_p=1e-6, seed=3))
     assert drawn == [greedy(qwen, max_tokens=20)]

@@ -144,6 +144,9 @@ async def test_what_cannot_be_honoured_is_refused_by_name(entry, fields, param):
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"web_search_options": {}}, "web_search_options"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"prompt_logprobs": 3}, "prompt_logprobs"),
+        ({"best_of": 2}, "best_of"),
     ],
 )
 async def test_what_chat_cannot_honour(fields, param):
@@ -177,6 +180,10 @@ async def test_neutral_values_are_fine():
         frequency_penalty=0,
         logprobs=False,
         top_k=-1,
+        best_of=1,
+        prompt_logprobs=None,
+        guided_json=None,
+        use_beam_search=False,
     )
     await complete(best_of=1, n=1, echo=False)
 
