@@ -19,14 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="vllm is not installed"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def qwen() -> Iterator[Client]:
     client = start(QWEN)
     yield client
     client.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llada2() -> Iterator[Client]:
     client = start(LLADA2)
     yield client
