@@ -87,7 +87,6 @@ def _run(
     config = ModelConfig.model_validate(
         {"name": "reference", "path": str(directory), "engine": arguments, "resources": resources}
     )
-    load_model_info(directory)  # a damaged checkpoint is named before vLLM starts
     engine = load_vllm_engine(config, directory)
     try:
         outputs = asyncio.run(generate(engine, requests))

@@ -26,9 +26,13 @@ def num_steps(params: DiffusionParams, max_tokens: int, block_length: int) -> in
 def transfer_count(step: int, steps: int, block_length: int) -> int:
     """Tokens that step ``step`` (from 0) of ``steps`` must decide at least: an even split of the block, the
     first steps take the remainder. 0 past the last step."""
-    if step >= steps:
-        return 0
-    return block_length // steps + (1 if step < block_length % steps else 0)
+    return int(transfer_counts(np.array([step]), np.array([steps]), block_length)[0])
+
+
+def transfer_counts(step: np.ndarray, steps: np.ndarray, block_length: int) -> np.ndarray:
+    """``transfer_count`` of R requests: int64 [R]."""
+    share, rest = np.divmod(block_length, np.maximum(steps, 1))
+    return np.where(step < steps, share + (step < rest), 0)
 
 
 def unmask_rows(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from replicas.decoding.sampling import SamplingRows
-from replicas.decoding.unmasking import edit_rows, num_steps, unmask_rows
+from replicas.decoding.unmasking import edit_rows, num_steps, transfer_counts, unmask_rows
 from replicas.protocol import DiffusionParams
 
 
@@ -201,7 +201,8 @@ class Canvases:
         masked: np.ndarray = self.undecided(slots) & (self.tokens[slots] == self.mask_token_id)
         generated = np.arange(self.block_length)[None, :] >= self.first[slots][:, None]
         edits = self._edits[slots]
-        count = np.where(edits, self._transfer[slots], self._transfer_count(slots))
+        scheduled = transfer_counts(self._step[slots], self._steps[slots], self.block_length)
+        count = np.where(edits, self._transfer[slots], scheduled)
         chosen = unmask_rows(confidence, masked, self._threshold[slots], count)
         chosen |= edit_rows(
             self.tokens[slots],
@@ -218,11 +219,6 @@ class Canvases:
         emission = self._emit(slots, done)
         self._next(slots[done])
         return emission
-
-    def _transfer_count(self, slots: np.ndarray) -> np.ndarray:
-        """``replicas.decoding.unmasking.transfer_count`` of each request's next step."""
-        step, steps, length = self._step[slots], self._steps[slots], self.block_length
-        return np.where(step < steps, length // steps + (step < length % steps), 0)
 
     def _done(self, slots: np.ndarray, had_masks: np.ndarray, changed: np.ndarray) -> np.ndarray:
         """Which blocks are finished, bool [R]."""

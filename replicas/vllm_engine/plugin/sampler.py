@@ -10,7 +10,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from replicas.decoding.sampling import SamplingRows, select_tokens, token_logprobs
+from replicas.decoding.sampling import select_tokens, token_logprobs
 from replicas.vllm_engine.plugin.canvas import Canvases, Emission
 
 #: Rows of logits [rows, vocabulary] that are made float32 at once: of LLaDA2.0's vocabulary they take 160 MB.
@@ -89,7 +89,10 @@ class BlockDiffusionSampler:
             picked = np.flatnonzero(with_logprobs[part])
             raw = values[torch.from_numpy(picked).to(values.device)] if len(picked) else None
             tokens, conf = select_tokens(
-                values, _slice(rows, part), mask_token_id=canvases.mask_token_id, with_confidence=True
+                values,
+                rows.slice(part.start, part.stop),
+                mask_token_id=canvases.mask_token_id,
+                with_confidence=True,
             )
             assert conf is not None
             predicted[row[part], column[part]] = tokens.cpu().numpy()
@@ -136,7 +139,3 @@ def _store_logprobs(
     logprobs[0][(*at, slice(1, num_top + 1))] = ids[:, :num_top].cpu().numpy()
     logprobs[1][(*at, slice(1, num_top + 1))] = values[:, :num_top].cpu().numpy()
     logprobs[2][at] = better.cpu().numpy() + 1
-
-
-def _slice(rows: SamplingRows, part: slice) -> SamplingRows:
-    return rows.slice(part.start, part.stop)
