@@ -40,8 +40,8 @@ def verify_directory(
         yield f"{directory}: no file of generations; known: {', '.join(FILES)}"
         return
     reports = {file.name: FileReport(f"{directory.name}/{file.name}") for file in files}
-    cases = {file.name: comparable(reports[file.name], read_cases(file), dtype) for file in files}
     try:
+        cases = {file.name: comparable(reports[file.name], read_cases(file), dtype) for file in files}
         outputs, running = _run(directory, cases, concurrent, dtype, tensor_parallel_size)
     except UnsupportedHeadSizeError as error:
         for name, report in reports.items():
@@ -50,6 +50,10 @@ def verify_directory(
         return
     except ModelLoadError as error:
         yield error.message if str(directory) in error.message else f"{directory}: {error.message}"
+        return
+    except (OSError, ValueError, KeyError) as error:
+        # A damaged file must not hide the other directories.
+        yield f"{directory}: {type(error).__name__}: {error}"
         return
     for name, report in reports.items():
         if name == "greedy.json":
