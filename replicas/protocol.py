@@ -28,6 +28,13 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1.0 are off. ``seed`` None means that the ingress
     chose one; engines always receive an integer or draw one themselves at submit. ``max_tokens`` counts
     new tokens. ``stop_token_ids`` end the request like EOS (the token is reported, as EOS is).
+
+    ``min_p`` (0 is off) drops tokens below that share of the best token's probability, after temperature, as vLLM
+    does. ``logit_bias`` holds (token id, addend) pairs. The penalties are OpenAI's (``frequency_penalty``,
+    ``presence_penalty``: of generated tokens) and vLLM's (``repetition_penalty``: of prompt and generated tokens).
+    ``grammar`` is a grammar in llguidance's dialect of Lark that the whole output must match.
+    ``logprobs``: None is none, 0 those of the chosen tokens only, else so many alternatives too; all are of the
+    model's own distribution, before bias, penalties, temperature and grammar.
     """
 
     max_tokens: int = 16
@@ -39,6 +46,12 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +151,7 @@ class EngineCapabilities:
     block_length: int | None = None
     logprobs: bool = False
     structured_output: bool = False
+    penalties: bool = False
     prefix_caching: bool = False
 
 

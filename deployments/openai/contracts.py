@@ -92,6 +92,10 @@ def load_model_entry(
             max_num_seqs=config.engine.max_num_seqs,
             max_model_len=info.max_model_len,
             block_length=info.block_length,
+            logprobs=True,
+            # What a grammar or a count of earlier tokens means where a block is decided out of order is not settled.
+            structured_output=not info.is_diffusion,
+            penalties=not info.is_diffusion,
         )
     entry = ModelEntry(config, info, load_tokenizer(path), capabilities)
     entry.warm_up()

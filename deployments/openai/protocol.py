@@ -19,6 +19,7 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024
+MAX_LOGIT_BIASES = 1024
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -119,7 +120,9 @@ class GenerationBody(RequestModel):
     stream_options: StreamOptions | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)
+    ] = {}
     response_format: dict[str, Any] | None = None
     user: str | None = None
 

@@ -149,7 +149,25 @@ def _sampling_params(body: GenerationBody, entry: ModelEntry, max_tokens: int, s
         ignore_eos=body.ignore_eos,
         min_tokens=body.min_tokens,
         logprobs=body.num_top_logprobs,
+        min_p=body.min_p,
+        logit_bias=_logit_bias(body, entry),
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
     )
+
+
+def _logit_bias(body: GenerationBody, entry: ModelEntry) -> tuple[tuple[int, float], ...]:
+    size = entry.info.vocab_size
+    pairs = []
+    for key, value in body.logit_bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 20 and int(key) < size):
+            raise InvalidRequestError(
+                f"`logit_bias`: keys must be token ids of 0 to {size - 1}, got {key[:32]!a}", param="logit_bias"
+            )
+        if value:
+            pairs.append((int(key), value))
+    return tuple(pairs)
 
 
 def _diffusion_params(body: GenerationBody, entry: ModelEntry) -> DiffusionParams | None:
@@ -217,13 +235,12 @@ def _check_token_ids(ids: list[int], entry: ModelEntry, field: str) -> None:
 def _refuse_unsupported(body: GenerationBody, entry: ModelEntry) -> None:
     if body.num_top_logprobs is not None and not entry.capabilities.logprobs:
         raise _unsupported("logprobs", "is not supported by this model")
-    if body.logit_bias:
-        raise _unsupported("logit_bias", "is not supported")
-    for name in ("frequency_penalty", "presence_penalty", "min_p"):
-        if getattr(body, name) != 0:
-            raise _unsupported(name, f"is not supported, except 0; got {getattr(body, name)}")
-    if body.repetition_penalty != 1:
-        raise _unsupported("repetition_penalty", f"is not supported, except 1; got {body.repetition_penalty}")
+    if not entry.capabilities.penalties:
+        for name, off in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
+            if getattr(body, name) != off:
+                raise _unsupported(
+                    name, f"is not supported by this model, except {off}; got {getattr(body, name)}"
+                )
     if body.response_format is not None and body.response_format.get("type") != "text":
         raise _unsupported("response_format", "supports the type 'text' only")
     extras = body.model_extra or {}

@@ -91,15 +91,30 @@ def _check_sampling(sampling: SamplingParams, info: ModelInfo, capabilities: Eng
     )
     for token in sampling.stop_token_ids:
         _need(0 <= token < info.vocab_size, "stop_token_ids", f"ids of 0 to {info.vocab_size - 1}", token)
+    _need(0 <= sampling.min_p <= 1, "min_p", "0 to 1", sampling.min_p)
+    for token, bias in sampling.logit_bias:
+        _need(0 <= token < info.vocab_size, "logit_bias", f"token ids of 0 to {info.vocab_size - 1}", token)
+        _need(-100 <= bias <= 100, "logit_bias", "-100 to 100", bias)
+    for name in ("frequency_penalty", "presence_penalty"):
+        _need(-2 <= getattr(sampling, name) <= 2, name, "-2 to 2", getattr(sampling, name))
+    _need(
+        0 < sampling.repetition_penalty <= 2,
+        "repetition_penalty",
+        "above 0 and at most 2",
+        sampling.repetition_penalty,
+    )
+    for name, off in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
+        if getattr(sampling, name) != off and not capabilities.penalties:
+            raise UnsupportedParameterError(
+                f"`{name}` is not supported by this model, except {off}", param=name
+            )
+    if sampling.grammar is not None and not capabilities.structured_output:
+        raise UnsupportedParameterError("`grammar` is not supported by this model", param="grammar")
     if sampling.logprobs is None:
         return
     _need(0 <= sampling.logprobs <= MAX_LOGPROBS, "logprobs", f"0 to {MAX_LOGPROBS}", sampling.logprobs)
     if not capabilities.logprobs:
-        raise UnsupportedParameterError(
-            "`logprobs` are not available for this model: a block-diffusion model decides its tokens in "
-            "several passes",
-            param="logprobs",
-        )
+        raise UnsupportedParameterError("`logprobs` are not supported by this model", param="logprobs")
 
 
 def _check_diffusion(params: DiffusionParams, sampling: SamplingParams) -> None:
