@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from replicas.decoding.adjustments import LogitAdjustment
+
 #: A full sort of a large vocabulary is slow; rows whose ``top_k`` is at most this take ``torch.topk``.
 _TOPK_LIMIT = 1024
 _MIN_TEMPERATURE = 1e-5
@@ -22,8 +24,9 @@ _MIN_TEMPERATURE = 1e-5
 class SamplingRows:
     """Parameters of R rows of logits, one entry per row: lists that grow, or numpy arrays [R].
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off. ``seed``, ``position`` and ``step`` key
-    the row's draw. ``banned`` holds (row, token id) pairs that must not be chosen.
+    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``seed``, ``position`` and ``step``
+    key the row's draw. ``banned`` holds (row, token id) pairs that must not be chosen; ``adjustments`` are (row, what
+    is done to its logits) pairs.
     """
 
     temperature: Any = field(default_factory=list)
@@ -33,6 +36,8 @@ class SamplingRows:
     position: Any = field(default_factory=list)
     step: Any = field(default_factory=list)
     banned: Any = field(default_factory=list)
+    min_p: Any = field(default_factory=list)
+    adjustments: list[tuple[int, LogitAdjustment]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -47,6 +52,8 @@ class SamplingRows:
         position: int,
         step: int,
         banned: Sequence[int] = (),
+        min_p: float = 0.0,
+        adjustment: LogitAdjustment | None = None,
     ) -> None:
         row = len(self.temperature)
         self.temperature.append(temperature)
@@ -56,6 +63,9 @@ class SamplingRows:
         self.position.append(position)
         self.step.append(step)
         self.banned.extend((row, token) for token in banned)
+        self.min_p.append(min_p)
+        if adjustment is not None:
+            self.adjustments.append((row, adjustment))
 
     def slice(self, start: int, end: int) -> SamplingRows:
         """Rows ``start`` to ``end`` (exclusive)."""
@@ -67,7 +77,15 @@ class SamplingRows:
             self.position[start:end],
             self.step[start:end],
             [(row - start, token) for row, token in self.banned if start <= row < end],
+            self.min_p[start:end],
+            [(row - start, item) for row, item in self.adjustments if start <= row < end],
         )
+
+
+def apply_grammars(logits: torch.Tensor, rows: SamplingRows) -> None:
+    """Takes what grammars do not allow out of float32 ``logits`` [R, V], in place. Logprobs are those of the result."""
+    for row, adjustment in rows.adjustments:
+        _apply_grammar(logits[row], adjustment)
 
 
 def select_tokens(
@@ -77,7 +95,7 @@ def select_tokens(
     mask_token_id: int | None = None,
     with_confidence: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Chooses a token for every row; returns (tokens int64 [R], confidence float32 [R]).
+    """Chooses a token for every row; returns (tokens int64 [R], confidence float32 [R]). Grammars were applied before.
 
     Args:
         logits: float32 [R, V]; may be overwritten.
@@ -90,6 +108,8 @@ def select_tokens(
     Confidence is the chosen token's probability in the distribution it was drawn from: after temperature,
     top-k and top-p, or the plain softmax for greedy rows (original LLaDA2 `generate`).
     """
+    for row, adjustment in rows.adjustments:
+        _apply_bias_and_penalties(logits[row], adjustment)
     if len(rows.banned):
         index = torch.as_tensor(np.asarray(rows.banned), dtype=torch.int64, device=logits.device)
         logits[index[:, 0], index[:, 1]] = -torch.inf
@@ -123,19 +143,27 @@ def greedy(logits: torch.Tensor, *, mask_token_id: int | None = None) -> tuple[t
 
 
 def filtered_probs(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The distribution that tokens are drawn from: float32 [R, V], rows sum to 1.
 
     Order of the original LLaDA2 `generate`: divide by temperature, keep the ``top_k`` best, then the smallest
-    set whose cumulative probability passes ``top_p`` (the best token always), renormalise.
+    set whose cumulative probability passes ``top_p`` (the best token always), renormalise. Before the two, as in vLLM,
+    ``min_p``: tokens below that share of the best one's probability go.
 
     Args:
         logits: float32 [R, V].
         temperature: float32 [R], all > 0. top_k: int64 [R], 0 is off. top_p: float32 [R], 1 is off.
+        min_p: float32 [R], 0 is off; None is off in all rows.
     """
     # Relative to the best logit, and not below a floor: a tiny temperature must not overflow to inf - inf.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp(min=_MIN_TEMPERATURE)[:, None]
+    if min_p is not None:
+        scaled = scaled.masked_fill(scaled < min_p.log()[:, None], -torch.inf)
     vocab_size = logits.shape[-1]
     k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size)
     if not bool(((k < vocab_size) | (top_p < 1)).any()):
@@ -209,6 +237,7 @@ def _draw_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws for ``logits`` [len(picked), V], whose parameters are the ``picked`` entries of ``rows``."""
     device = logits.device
+    min_p = np.asarray(rows.min_p)
     if mask_token_id is not None:
         logits[:, mask_token_id] = -torch.inf
     probs = filtered_probs(
@@ -216,6 +245,7 @@ def _draw_rows(
         torch.as_tensor(np.asarray(rows.temperature)[picked], dtype=torch.float32, device=device),
         torch.as_tensor(np.asarray(rows.top_k)[picked], dtype=torch.int64, device=device),
         torch.as_tensor(np.asarray(rows.top_p)[picked], dtype=torch.float32, device=device),
+        torch.as_tensor(min_p[picked], dtype=torch.float32, device=device) if min_p.any() else None,
     )
     uniforms = counter_uniforms(
         [rows.seed[row] for row in picked],
@@ -224,3 +254,34 @@ def _draw_rows(
     )
     tokens = draw(probs, torch.from_numpy(uniforms).to(device))
     return tokens, probs.gather(-1, tokens[:, None])[:, 0]
+
+
+def _apply_grammar(row: torch.Tensor, adjustment: LogitAdjustment) -> None:
+    """Takes what the grammar does not allow out of float32 ``row`` [V], in place."""
+    if adjustment.allowed is None:
+        return
+    bits = np.unpackbits(adjustment.allowed.view(np.uint8), bitorder="little")[: row.shape[0]]
+    forbidden = torch.from_numpy(bits == 0).to(row.device)
+    row[: len(bits)].masked_fill_(forbidden, -torch.inf)
+    row[len(bits) :] = -torch.inf
+
+
+def _apply_bias_and_penalties(row: torch.Tensor, adjustment: LogitAdjustment) -> None:
+    """Changes float32 ``row`` [V] in place."""
+
+    def on_device(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(row.device)
+
+    if adjustment.bias is not None:
+        ids, values = adjustment.bias
+        row.index_add_(0, on_device(ids), on_device(values))
+    penalties = adjustment.penalties
+    if penalties is None:
+        return
+    if penalties.repetition != 1:
+        seen = on_device(penalties.seen)
+        logits = row[seen]
+        row[seen] = torch.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition)
+    if len(penalties.generated):
+        taken = penalties.frequency * penalties.counts + penalties.presence
+        row.index_add_(0, on_device(penalties.generated), -on_device(taken.astype(np.float32)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from replicas.decoding.adjustments import LogitAdjustment
 from replicas.decoding.unmasking import num_steps, transfer_count, unmask, unmask_and_edit
 from replicas.engine.request_state import RequestState, RowInput
 from replicas.model_info import ModelInfo
@@ -44,6 +45,7 @@ class DiffusionState(RequestState):
         self._block = self.num_given // self.block_length
         self._last_block = (self.end + self.block_length - 1) // self.block_length - 1
         self._stop_seen = False
+        self._logprobs: dict[int, TokenLogprob] = {}
         self._open_block()
 
     @property
@@ -93,6 +95,8 @@ class DiffusionState(RequestState):
             ]
             row.decide = [position - start for position in row.positions]
             row.banned = [self.banned_at(position) for position in row.positions]
+            if self._bias is not None:
+                row.adjustment = LogitAdjustment(bias=self._bias)
         return row
 
     def apply(
@@ -113,6 +117,10 @@ class DiffusionState(RequestState):
             block_done, changes = self._unmask_and_edit(row.positions, tokens, confidence)
         if self._trace is not None:
             self._trace(self.request_id, self._block, changes)
+        if logprobs is not None:
+            # A token's are those of the pass that decided it, or last changed it.
+            entries = dict(zip(row.positions, logprobs, strict=True))
+            self._logprobs.update((position, entries[position]) for position, _ in changes)
 
         if self.params.editing_threshold is None:
             new = self._emit(self.canvas_end if block_done else self._first_mask())
@@ -126,7 +134,14 @@ class DiffusionState(RequestState):
             self._open_block()
         if not new and self.finish_reason is None:
             return None
-        return self.output(new)
+        return self.output(new, self._take_logprobs(len(new)))
+
+    def _take_logprobs(self, count: int) -> list[TokenLogprob] | None:
+        """Those of the last ``count`` emitted tokens."""
+        if self.request.sampling.logprobs is None:
+            return None
+        end = self.emit_position
+        return [self._logprobs.pop(position) for position in range(end - count, end)]
 
     def _open_block(self) -> None:
         self._step = 0

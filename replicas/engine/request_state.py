@@ -13,6 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
+from replicas.decoding.adjustments import LogitAdjustment, Penalties, make_bias
+from replicas.engine.grammar import GrammarMatcher
 from replicas.model_info import ModelInfo
 from replicas.protocol import FinishReason, GenerationRequest, RequestOutput, TokenLogprob
 
@@ -23,7 +25,8 @@ class RowInput:
 
     ``token_ids`` are computed at positions ``start``, ``start + 1``, ...; the logits at offsets ``decide``
     are wanted, and what is chosen there is keyed by (seed, ``positions[i]``, ``step``). ``banned[i]`` are
-    token ids that must not be chosen there. ``num_prompt_tokens``: given tokens computed for the first time.
+    token ids that must not be chosen there; ``adjustment`` is done to all of these logits. ``num_prompt_tokens``:
+    given tokens computed for the first time.
     """
 
     start: int
@@ -33,6 +36,7 @@ class RowInput:
     step: int = 0
     banned: list[Sequence[int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    adjustment: LogitAdjustment | None = None
 
 
 class RequestState(ABC):
@@ -65,6 +69,7 @@ class RequestState(ABC):
         #: No stop token may be chosen below this position.
         self.min_end = len(request.prompt_token_ids) + sampling.min_tokens
         self._banned_stops = tuple(sorted(stop))
+        self._bias = make_bias(sampling.logit_bias)
 
     @property
     def started(self) -> bool:
@@ -152,7 +157,20 @@ class RequestState(ABC):
 
 
 class AutoregressiveState(RequestState):
-    """One token per forward, from the logits of the last token."""
+    """One token per forward, from the logits of the last token.
+
+    ``grammar`` has taken the resumed tokens already; a request whose output is complete by it ends, as at EOS.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, info: ModelInfo, seed: int, grammar: GrammarMatcher | None = None
+    ) -> None:
+        super().__init__(request, info, seed)
+        self._grammar = grammar
+        sampling = request.sampling
+        self._penalizes = bool(
+            sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
+        )
 
     def reusable_prefix(self, num_tokens: int) -> int:
         # The logits of the last given token decide the first new one.
@@ -174,7 +192,23 @@ class AutoregressiveState(RequestState):
         if end == len(self.tokens):
             row.decide, row.positions = [num_tokens - 1], [end]
             row.banned = [self.banned_at(end)]
+            if self._grammar is not None or self._bias is not None or self._penalizes:
+                row.adjustment = self._adjustment()
         return row
+
+    def _adjustment(self) -> LogitAdjustment:
+        sampling = self.request.sampling
+        penalties = None
+        if self._penalizes:
+            penalties = Penalties.of(
+                self.tokens,
+                len(self.request.prompt_token_ids),
+                frequency=sampling.frequency_penalty,
+                presence=sampling.presence_penalty,
+                repetition=sampling.repetition_penalty,
+            )
+        allowed = None if self._grammar is None else self._grammar.allowed_tokens()
+        return LogitAdjustment(allowed, self._bias, penalties)
 
     def apply(
         self,
@@ -190,7 +224,8 @@ class AutoregressiveState(RequestState):
         self.tokens.append(token)
         self.num_forwards += 1
         self.num_emitted += 1
-        if token in self.stop_tokens:
+        complete = self._grammar is not None and self._grammar.advance(token)
+        if complete or token in self.stop_tokens:
             self.finish_reason = FinishReason.STOP
         elif len(self.tokens) >= self.end:
             self.finish_reason = FinishReason.LENGTH

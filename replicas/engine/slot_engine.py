@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from replicas.decoding.sampling import SamplingRows, select_tokens, token_logprobs
+from replicas.decoding.sampling import SamplingRows, apply_grammars, select_tokens, token_logprobs
 from replicas.engine.model_runner import ModelRunner
 from replicas.engine.prefix_cache import PrefixCache
 from replicas.engine.request_state import RequestState, RowInput
@@ -37,7 +37,8 @@ class SlotEngine(ABC):
     """
 
     block_length: int | None = None
-    supports_logprobs = False
+    supports_penalties = False
+    supports_structured_output = False
     #: Whether states want to know how probable the chosen tokens are.
     _needs_confidence = True
     #: A token that is never chosen.
@@ -84,7 +85,9 @@ class SlotEngine(ABC):
             max_num_seqs=self.slots.num_slots,
             max_model_len=self.max_model_len,
             block_length=self.block_length,
-            logprobs=self.supports_logprobs,
+            logprobs=True,
+            structured_output=self.supports_structured_output,
+            penalties=self.supports_penalties,
             prefix_caching=self.prefix_cache is not None,
         )
 
@@ -227,6 +230,8 @@ class SlotEngine(ABC):
                     position=row.positions[i],
                     step=row.step,
                     banned=row.banned[i],
+                    min_p=sampling.min_p,
+                    adjustment=row.adjustment,
                 )
         tokens, confidence, logprobs = self._select(logits, rows, num_logprobs)
         result = []
@@ -246,12 +251,14 @@ class SlotEngine(ABC):
         start = 0
         for logits in parts:
             end = start + len(logits)
+            part = rows.slice(start, end)
+            apply_grammars(logits, part)
             wanted = [i for i in range(start, end) if num_logprobs[i] is not None]
-            # A copy, for the choice below overwrites the logits of banned tokens.
+            # A copy, for the choice below changes the logits.
             raw = logits[[i - start for i in wanted]] if wanted else None
             tokens, confidence = select_tokens(
                 logits,
-                rows.slice(start, end),
+                part,
                 mask_token_id=self._mask_token_id,
                 with_confidence=self._needs_confidence,
             )

@@ -26,6 +26,7 @@ from replicas.errors import (
     EngineDeadError,
     InvalidRequestError,
     StepFailedError,
+    UnsupportedParameterError,
 )
 from replicas.model_info import ModelInfo
 from replicas.protocol import (
@@ -102,6 +103,8 @@ class VllmEngine:
             max_model_len=info.max_model_len,
             block_length=info.block_length,
             logprobs=True,
+            structured_output=not info.is_diffusion,
+            penalties=not info.is_diffusion,
             prefix_caching=prefix_caching,
         )
         self._core_ids = map(str, itertools.count())
@@ -306,6 +309,7 @@ class VllmEngine:
         stop = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop |= set(self.info.eos_token_ids)
+        structured_outputs = self._structured_outputs(request, stop)
         prompt = tokens_input([*request.prompt_token_ids, *request.resume_token_ids])
         common: dict[str, Any] = {
             "max_tokens": sampling.max_tokens - num_given,
@@ -328,14 +332,36 @@ class VllmEngine:
                     top_k=sampling.top_k,
                     top_p=sampling.top_p,
                     seed=generator_seed(seed),
+                    min_p=sampling.min_p,
+                    logit_bias=dict(sampling.logit_bias) or None,
+                    frequency_penalty=sampling.frequency_penalty,
+                    presence_penalty=sampling.presence_penalty,
+                    repetition_penalty=sampling.repetition_penalty,
+                    structured_outputs=structured_outputs,
                 )
             core_request = self._llm.input_processor.process_inputs(
                 next(self._core_ids), prompt, params, supported_tasks=("generate",)
             )
         except ValueError as error:
-            raise InvalidRequestError(str(error), param=getattr(error, "parameter", None)) from error
+            param = getattr(error, "parameter", None)
+            if param is None and sampling.grammar is not None:
+                param = "grammar"  # all else was checked before
+            raise InvalidRequestError(str(error), param=param) from error
         core_request.external_req_id = core_request.request_id
         return core_request
+
+    def _structured_outputs(self, request: GenerationRequest, stop: set[int]) -> Any:
+        """The grammar as vLLM takes it. At its end vLLM allows only the tokenizer's EOS: that joins ``stop``."""
+        from vllm.sampling_params import StructuredOutputsParams
+
+        if request.sampling.grammar is None:
+            return None
+        if request.resume_token_ids:
+            raise UnsupportedParameterError(
+                "`resume_token_ids` are not supported together with a grammar", param="resume_token_ids"
+            )
+        stop.add(self._llm.input_processor.get_tokenizer().eos_token_id)
+        return StructuredOutputsParams(grammar=request.sampling.grammar)
 
     def _extra_args(self, request: GenerationRequest, min_tokens: int, seed: int) -> dict[str, Any]:
         """What vLLM refuses for diffusion models, and what the plugin adds."""
@@ -347,6 +373,8 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            logit_bias=sampling.logit_bias,
             seed=seed,
             diffusion=request.diffusion or DiffusionParams(),
         ).to_extra_args()

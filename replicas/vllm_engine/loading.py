@@ -121,8 +121,9 @@ def engine_arguments(config: EngineConfig, info: ModelInfo, device: Any) -> dict
     arguments: dict[str, Any] = {
         "model": str(info.path),
         "dtype": dtype,
-        # Text stays with the ingress.
-        "skip_tokenizer_init": True,
+        # Text stays with the ingress, but grammars are followed in vLLM.
+        "skip_tokenizer_init": info.is_diffusion,
+        "structured_outputs_config": {"backend": "guidance"},
         # What a request does not say, the ingress does.
         "generation_config": "vllm",
         "max_model_len": info.max_model_len,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from replicas.decoding.adjustments import LogitAdjustment, make_bias
 from replicas.decoding.sampling import SamplingRows
 from replicas.decoding.unmasking import edit_rows, num_steps, transfer_counts, unmask_rows
 from replicas.protocol import DiffusionParams
@@ -33,6 +34,8 @@ class CanvasParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     diffusion: DiffusionParams = field(default_factory=DiffusionParams)
 
     @classmethod
@@ -67,6 +70,8 @@ class CanvasParams:
             seed=secrets.randbits(62) if seed is None else seed,
             stop_token_ids=tuple(sorted(stop)),
             logprobs=sampling.logprobs,
+            min_p=extra.number("min_p", 0.0, 0, 1),
+            logit_bias=extra.pairs("logit_bias"),
             diffusion=diffusion,
         )
 
@@ -77,6 +82,8 @@ class CanvasParams:
             "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
+            "min_p": self.min_p,
+            "logit_bias": [list(pair) for pair in self.logit_bias],
             "seed": self.seed,
             "min_tokens": self.min_tokens,
             "num_resumed": self.num_resumed,
@@ -122,6 +129,8 @@ class Canvases:
         self._top_k = np.zeros(num_slots, dtype=np.int64)
         self._seed = np.zeros(num_slots, dtype=object)  # any integer
         self._num_logprobs = np.full(num_slots, -1, dtype=np.int64)
+        self._min_p = np.zeros(num_slots, dtype=np.float64)
+        self._adjustments: list[LogitAdjustment | None] = [None] * num_slots
         # Padded with -1, which is no token.
         self._stop = np.full((num_slots, 1), -1, dtype=np.int64)
         self._logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
@@ -145,6 +154,9 @@ class Canvases:
         self._top_k[slot], self._top_p[slot] = params.top_k, params.top_p
         self._seed[slot] = params.seed
         self._num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._min_p[slot] = params.min_p
+        bias = make_bias(params.logit_bias)
+        self._adjustments[slot] = None if bias is None else LogitAdjustment(bias=bias)
         missing = len(params.stop_token_ids) - self._stop.shape[1]
         if missing > 0:
             self._stop = np.pad(self._stop, ((0, 0), (0, missing)), constant_values=-1)
@@ -174,6 +186,12 @@ class Canvases:
             position,
             self._step[owner],
             banned,
+            self._min_p[owner],
+            [
+                (i, adjustment)
+                for i, slot in enumerate(owner.tolist())
+                if (adjustment := self._adjustments[slot]) is not None
+            ],
         )
 
     def max_logprobs(self, slots: np.ndarray) -> int:
@@ -318,3 +336,18 @@ class _Extra:
         if not isinstance(value, int) or (low is not None and value < low):
             return default
         return value
+
+    def pairs(self, name: str) -> tuple[tuple[int, float], ...]:
+        """(Token id, addend) pairs. An id that the model does not have would fail the step: the engine in front checks
+        them (``replicas.engine.validation``)."""
+        value = self._values.get(name)
+        if not isinstance(value, (list, tuple)):
+            return ()
+        found = []
+        for item in value:
+            if isinstance(item, (list, tuple)) and len(item) == 2:
+                pair = _Extra({"id": item[0], "value": item[1]})
+                token, addend = pair.integer("id", None, 0), pair.number("value", None, -100, 100)
+                if token is not None and addend is not None:
+                    found.append((token, float(addend)))
+        return tuple(found)

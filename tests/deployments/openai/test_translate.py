@@ -116,11 +116,9 @@ async def test_long_chats_are_refused_with_both_numbers(size):
         (QWEN, {"eos_early_stop": False}, "eos_early_stop"),
         (QWEN, {"block_length": 32}, "block_length"),
         (LLADA, {"block_length": 16}, "block_length"),
-        (QWEN, {"logit_bias": {"5": 1}}, "logit_bias"),
-        (QWEN, {"frequency_penalty": 0.1}, "frequency_penalty"),
-        (QWEN, {"presence_penalty": -0.1}, "presence_penalty"),
-        (QWEN, {"repetition_penalty": 1.1}, "repetition_penalty"),
-        (QWEN, {"min_p": 0.1}, "min_p"),
+        (LLADA, {"frequency_penalty": 0.1}, "frequency_penalty"),
+        (LLADA, {"presence_penalty": -0.1}, "presence_penalty"),
+        (LLADA, {"repetition_penalty": 1.1}, "repetition_penalty"),
         (QWEN, {"response_format": {"type": "json_object"}}, "response_format"),
         (QWEN, {"guided_json": {"type": "object"}}, "guided_json"),
     ],
@@ -136,7 +134,6 @@ async def test_what_cannot_be_honoured_is_refused_by_name(entry, fields, param):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"logprobs": True}, "logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -158,8 +155,7 @@ async def test_what_chat_cannot_honour(fields, param):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"logprobs": 1}, "logprobs"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"echo": True, "logprobs": 1}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
     ],
@@ -168,6 +164,42 @@ async def test_what_completions_cannot_honour(fields, param):
     with pytest.raises(UnsupportedParameterError) as caught:
         await complete(**fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("entry", [QWEN, LLADA])
+async def test_what_changes_logits_reaches_the_engine(entry):
+    fields = {"min_p": 0.1, "logit_bias": {"5": 1, "7": -100, "9": 0.0}}
+    if entry is QWEN:
+        fields |= {"frequency_penalty": 0.5, "presence_penalty": -2, "repetition_penalty": 1.1}
+    for translate in (chat, complete):
+        sampling = (await translate(entry, **fields)).requests[0].sampling
+        assert sampling.min_p == 0.1
+        assert sampling.logit_bias == ((5, 1.0), (7, -100.0))
+        assert sampling.frequency_penalty == fields.get("frequency_penalty", 0)
+        assert sampling.presence_penalty == fields.get("presence_penalty", 0)
+        assert sampling.repetition_penalty == fields.get("repetition_penalty", 1)
+
+
+@pytest.mark.parametrize(
+    "bias", [{"-1": 1}, {"x": 1}, {"1.5": 1}, {"999999": 1}, {"9" * 40: 1}, {"": 1}, {"٣": 1}, {" 5": 1}]
+)
+async def test_keys_of_a_bias_are_token_ids(bias):
+    with pytest.raises(InvalidRequestError, match="token ids of 0 to") as caught:
+        await chat(logit_bias=bias)
+    assert caught.value.param == "logit_bias"
+
+
+@pytest.mark.parametrize("entry", [QWEN, LLADA])
+async def test_logprobs_reach_the_engine(entry):
+    async def wanted(translate, **fields):
+        return (await translate(entry, **fields)).requests[0].sampling.logprobs
+
+    assert await wanted(chat) is None
+    assert await wanted(chat, logprobs=False) is None
+    assert await wanted(chat, logprobs=True) == 0
+    assert await wanted(chat, logprobs=True, top_logprobs=5) == 5
+    assert await wanted(complete, logprobs=0) == 0
+    assert await wanted(complete, logprobs=3) == 3
 
 
 async def test_neutral_values_are_fine():
