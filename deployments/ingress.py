@@ -34,11 +34,13 @@ from deployments.openai.responses import (
     ResponseBuilder,
     model_object,
 )
+from deployments.openai.responses_builder import ResponsesBuilder
+from deployments.openai.responses_request import ResponsesRequest, translate_responses
 from deployments.openai.sse import EventStreamResponse, event_stream, unless_disconnected
 from deployments.openai.translate import TranslatedRequest, translate_chat, translate_completion
 from replicas.errors import ModelNotFoundError, ModelNotReadyError
 
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=GenerationBody | ResponsesRequest)
 
 
 def create_app(
@@ -124,6 +126,10 @@ def create_app(
     @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
     async def create_completion(request: Request) -> Response:
         return await respond(request, CompletionRequest, translate_completion, CompletionResponseBuilder)
+
+    @app.post("/v1/responses", openapi_extra=body_of(ResponsesRequest))
+    async def create_response(request: Request) -> Response:
+        return await respond(request, ResponsesRequest, translate_responses, ResponsesBuilder)
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:

@@ -8,7 +8,9 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from deployments.openai.protocol import ChatCompletionRequest, CompletionRequest
+from deployments.openai.responses_request import ResponsesRequest
 
+_BODIES = (ChatCompletionRequest, CompletionRequest, ResponsesRequest)
 _REF = "#/components/schemas/{model}"
 
 
@@ -24,9 +26,7 @@ def install_schemas(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         document = generate()
-        _, definitions = models_json_schema(
-            [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")], ref_template=_REF
-        )
+        _, definitions = models_json_schema([(model, "validation") for model in _BODIES], ref_template=_REF)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         schemas.update(definitions["$defs"])
         return document

@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 from fake_dispatcher import FakeDispatcher, config_for, events_of, load_entry, says, validate
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_templates import tool, with_tools
 
@@ -311,6 +311,7 @@ async def test_history_with_calls_reaches_the_template(client, dispatcher):
     assert prompt.endswith(f"<user>1?<assistant>{CALL}<tool>2<assistant>")
 
 
+@settings(deadline=None, max_examples=40)
 @given(data=st.data())
 async def test_a_stream_is_the_whole_however_tokens_come(data):
     parts = st.sampled_from(
