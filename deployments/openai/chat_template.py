@@ -68,13 +68,13 @@ class PromptEncoder:
         text (a tag that is a special token would never be seen in the output)."""
         return knows_hermes_tools(self._tokenizer.chat_template) and "<tool_call>" not in self._special_ids
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a raw prompt: plain text throughout, plus what the tokenizer itself adds (BOS)."""
-        return list(self._plain.encode(text, add_special_tokens=True).ids)
+        return list(self._plain.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return str(self._plain.decode(ids, skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, by default without special tokens."""
+        return str(self._plain.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def encode_chat(
         self,

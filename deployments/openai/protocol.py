@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from deployments.openai.formats import ResponseFormat, StructuredOutputs
 from deployments.openai.model import RequestModel
-from deployments.openai.tools import NamedToolChoice, Tools, parse_tool_choice
+from deployments.openai.tools import TOOL_CHOICE_SCHEMA, Tools, parse_tool_choice
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
@@ -22,6 +22,24 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIASES = 1024
 _TEXT = ResponseFormat(type="text")
+# For /openapi.json: what validators below accept beside the form that is kept.
+_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+_TEXT_OR_PARTS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": _PART | {"required": ["type", "text"]}, "minItems": 1},
+    ]
+}
+_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_STOP = {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_STRINGS}]}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        _TOKEN_IDS,
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, _TOKEN_IDS]}, "minItems": 1},
+    ]
+}
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -37,7 +55,7 @@ class ChatMessage(RequestModel):
     an assistant's message with tool calls may have."""
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
-    content: str | None = None
+    content: Annotated[str | None, WithJsonSchema(_TEXT_OR_PARTS)] = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -97,7 +115,7 @@ class GenerationBody(RequestModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Int64 | None = None
-    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] = []
+    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS), WithJsonSchema(_STOP)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -167,7 +185,7 @@ class ChatCompletionRequest(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Tools = []
     #: None, "none", "auto", "required" or a ``NamedToolChoice``.
-    tool_choice: str | NamedToolChoice | None = None
+    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None
     parallel_tool_calls: bool = True
     functions: list[dict[str, Any]] = []
     function_call: Any = None
@@ -199,7 +217,7 @@ class ChatCompletionRequest(GenerationBody):
 class CompletionRequest(GenerationBody):
     """``prompt`` is kept as a list of prompts, each a text or a list of token ids."""
 
-    prompt: list[str | list[int]]
+    prompt: Annotated[list[str | list[int]], WithJsonSchema(_PROMPT)]
     best_of: Annotated[int, Field(ge=0, le=MAX_CHOICES)] | None = None
     echo: bool = False
     suffix: str | None = None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, WithJsonSchema, field_validator
 
 from deployments.openai.contracts import ModelEntry
 from deployments.openai.errors import from_validation
@@ -42,6 +42,11 @@ _LOGPROBS = "message.output_text.logprobs"
 _UNSUPPORTED = ("previous_response_id", "conversation", "prompt", "context_management")
 
 
+_TEXT_OR_ITEMS = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]
+}
+
+
 class FunctionTool(RequestModel):
     type: Literal["function"]
     name: Name
@@ -64,7 +69,9 @@ class TextOptions(RequestModel):
 
 class ResponsesRequest(RequestModel):
     model: Annotated[str, Field(min_length=1)]
-    input: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=65536)]
+    input: Annotated[
+        list[dict[str, Any]], Field(min_length=1, max_length=65536), WithJsonSchema(_TEXT_OR_ITEMS)
+    ]
     instructions: str | None = None
     max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

@@ -53,6 +53,26 @@ class NamedToolChoice(RequestModel):
         return self.function.name
 
 
+#: For /openapi.json.
+TOOL_CHOICE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string", "pattern": NAME_PATTERN}},
+                    "required": ["name"],
+                },
+            },
+            "required": ["type", "function"],
+        },
+    ]
+}
+
+
 def parse_tool_choice(value: Any) -> str | NamedToolChoice:
     """Raises ``ValueError`` for anything but the three words and a named function."""
     if value in ("none", "auto", "required"):

@@ -68,7 +68,7 @@ async def translate_chat(
     tools = plan.for_template() if plan else []
     size = sum(len(message.content or "") for message in body.messages) + len(json.dumps(tools))
     encode = functools.partial(entry.encoder.encode_chat, messages, body.chat_template_kwargs, tools=tools)
-    _refuse_hopeless(size, entry, "messages")
+    refuse_hopeless(size, entry, "messages")
     prompt = await _run(encode, size)
     return replace(_build(body, entry, [(prompt, "")], "messages", grammar, deadline), tools=plan)
 
@@ -88,11 +88,11 @@ async def translate_completion(
     prompts: list[tuple[list[int], str]] = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            _refuse_hopeless(len(prompt), entry, "prompt")
+            refuse_hopeless(len(prompt), entry, "prompt")
             ids = await _run(functools.partial(entry.encoder.encode_text, prompt), len(prompt))
             prompts.append((ids, prompt if body.echo else ""))
         else:
-            _check_token_ids(prompt, entry, "prompt")
+            check_token_ids(prompt, entry, "prompt")
             prompts.append((prompt, entry.encoder.decode(prompt) if body.echo else ""))
     return _build(body, entry, prompts, "prompt", grammar, deadline)
 
@@ -113,7 +113,7 @@ def _build(
         if not prompt:
             raise InvalidRequestError(f"`{field}`: must have at least one token, got 0", param=field)
         if max(prompt) >= entry.info.vocab_size:  # a tokenizer may know more tokens than the model
-            _check_token_ids(prompt, entry, field)
+            check_token_ids(prompt, entry, field)
         mask = entry.info.mask_token_id
         if mask is not None and mask in prompt:
             raise InvalidRequestError(
@@ -221,7 +221,7 @@ def _new_token_limit(body: GenerationBody, entry: ModelEntry, num_prompt_tokens:
     return wanted
 
 
-def _refuse_hopeless(num_characters: int, entry: ModelEntry, field: str) -> None:
+def refuse_hopeless(num_characters: int, entry: ModelEntry, field: str) -> None:
     """Refuses a text that is too long whatever its tokens are, before the work of tokenizing it. A margin of
     four allows for tokenizers that normalize text to a shorter one."""
     limit = entry.capabilities.max_model_len
@@ -234,7 +234,7 @@ def _refuse_hopeless(num_characters: int, entry: ModelEntry, field: str) -> None
         )
 
 
-def _check_token_ids(ids: list[int], entry: ModelEntry, field: str) -> None:
+def check_token_ids(ids: list[int], entry: ModelEntry, field: str) -> None:
     size = entry.info.vocab_size
     for i, token_id in enumerate(ids):
         if not 0 <= token_id < size:
@@ -264,15 +264,19 @@ def _refuse_unsupported(body: GenerationBody, entry: ModelEntry) -> None:
         neutral = value is None or value is False if name == "prompt_logprobs" else not value
         if not neutral and (name, value) != ("best_of", 1):
             raise _unsupported(name, "is not supported")
-    _check_token_ids(body.stop_token_ids, entry, "stop_token_ids")
+    check_token_ids(body.stop_token_ids, entry, "stop_token_ids")
+
+
+def refuse_tools_without_template(entry: ModelEntry) -> None:
+    if not entry.encoder.knows_tools:
+        raise _unsupported(
+            "tools", 'is not supported by this model\'s chat template, except with `tool_choice: "none"`'
+        )
 
 
 def _refuse_unsupported_chat(body: ChatCompletionRequest, entry: ModelEntry) -> None:
     if body.tools and body.tool_choice != "none":
-        if not entry.encoder.knows_tools:
-            raise _unsupported(
-                "tools", 'is not supported by this model\'s chat template, except with `tool_choice: "none"`'
-            )
+        refuse_tools_without_template(entry)
         if body.tool_choice not in (None, "auto") and not entry.capabilities.structured_output:
             raise _unsupported("tool_choice", "supports 'none' and 'auto' only with this model")
     if body.functions and body.function_call != "none":
