@@ -47,6 +47,7 @@ class PromptEncoder:
             copy.no_truncation()
             copy.no_padding()
         added = self._plain.get_added_tokens_decoder()
+        self._added_ids = {token.content: i for i, token in added.items()}
         self._special_ids = {
             token.content: i for i, token in added.items() if token.special and token.content
         }
@@ -67,6 +68,10 @@ class PromptEncoder:
         """Whether the template shows tools, in the one format of calls that is parsed, and the calls' tags are
         text (a tag that is a special token would never be seen in the output)."""
         return knows_hermes_tools(self._tokenizer.chat_template) and "<tool_call>" not in self._special_ids
+
+    def added_token_ids(self, texts: Sequence[str]) -> dict[str, int]:
+        """The ids of those texts that are one token which the tokenizer never splits."""
+        return {text: self._added_ids[text] for text in texts if text in self._added_ids}
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a raw prompt: plain text throughout, plus what the tokenizer itself adds (BOS)."""

@@ -19,23 +19,29 @@ from replicas.errors import InvalidRequestError
 #: Separators are fixed and nothing else may be blank: a small model that may emit a blank can emit them for ever.
 #: They are those of ``json.dumps``, which is how chat templates show JSON to a model.
 _WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: What stands round a call.
+TAGS = ("<tool_call>", "</tool_call>")
 _ANY_OBJECT = {"type": "object"}
 MAX_GRAMMAR_CHARACTERS = 512 * 1024
 
 
 def make_grammar(
-    response_format: ResponseFormat | None, structured: StructuredOutputs | None, plan: ToolPlan | None
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    plan: ToolPlan | None,
+    tag_ids: Mapping[str, int] | None = None,
 ) -> str | None:
     """The grammar of a whole answer, or None when everything is allowed.
 
     Tool calls that the client insists on are the whole answer. Where the model may call tools, it either does or
-    answers in the format asked for. Raises ``InvalidRequestError`` (the field named). Slow: call it in a thread.
+    answers in the format asked for. ``tag_ids``: those of ``TAGS`` that are one token of the model. Raises
+    ``InvalidRequestError`` (the field named). Slow: call it in a thread.
     """
     if plan is not None and plan.forced:
         tools = [plan.tool(plan.named)] if plan.named else list(plan.tools)
-        grammar = "start: calls\n" + _calls(tools, plan.parallel and plan.named is None)
-        _check_calls(grammar, tools, plan)
-        return grammar
+        several = plan.parallel and plan.named is None
+        _check_calls("start: calls\n", tools, several, plan)
+        return "start: calls\n" + _calls(tools, several, tag_ids or {})
     answer, param = _answer(response_format, structured)
     if answer is None:
         return None
@@ -45,9 +51,9 @@ def make_grammar(
         return grammar
     if grammar is answer:
         raise InvalidRequestError(f"`{param}` cannot be combined with `tools`", param=param)
-    grammar = f"start: answer | calls\nanswer: {answer}\n{_calls(list(plan.tools), plan.parallel)}"
-    _check_calls(grammar, list(plan.tools), plan)
-    return grammar
+    head = f"start: answer | calls\nanswer: {answer}\n"
+    _check_calls(head, list(plan.tools), plan.parallel, plan)
+    return head + _calls(list(plan.tools), plan.parallel, tag_ids or {})
 
 
 def _answer(
@@ -85,11 +91,18 @@ def _literal(text: str) -> str:
     return json.dumps(text)
 
 
-def _calls(tools: list[Tool], parallel: bool) -> str:
-    """Rules for one or more calls in the Hermes format, each with the schema of its tool's arguments."""
+def _calls(tools: list[Tool], parallel: bool, tag_ids: Mapping[str, int]) -> str:
+    """Rules for one or more calls in the Hermes format, each with the schema of its tool's arguments.
+
+    A tag that is one token is named by its id too: such tokens have no text for the library, and without their
+    ids the model would have to spell the tag out.
+    """
+    begin, end = (
+        f"(<[{tag_ids[tag]}]> | {_literal(tag)})" if tag in tag_ids else _literal(tag) for tag in TAGS
+    )
     lines = [
         'calls: call ("\\n" call)*' if parallel else "calls: call",
-        f'call: "<tool_call>\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n</tool_call>"',
+        f'call: {begin} "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {end}',
     ]
     for i, tool in enumerate(tools):
         head = _literal(f'{{"name": {json.dumps(tool.function.name)}, "arguments": ')
@@ -98,12 +111,13 @@ def _calls(tools: list[Tool], parallel: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _check_calls(grammar: str, tools: list[Tool], plan: ToolPlan) -> None:
+def _check_calls(head: str, tools: list[Tool], parallel: bool, plan: ToolPlan) -> None:
+    # Without the ids of a tokenizer, which is not at hand; they change nothing about the schemas.
     try:
-        _check(grammar, "tools")
+        _check(head + _calls(tools, parallel, {}), "tools")
     except InvalidRequestError:
         for tool in tools:  # which one is it?
-            _check(f"start: calls\n{_calls([tool], False)}", plan.parameters_param(tool))
+            _check(f"start: calls\n{_calls([tool], False, {})}", plan.parameters_param(tool))
         raise
 
 

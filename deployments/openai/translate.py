@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from deployments.openai.contracts import ModelEntry
-from deployments.openai.grammar import make_grammar
+from deployments.openai.grammar import TAGS, make_grammar
 from deployments.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
 from deployments.openai.tools import ToolPlan, plan_tools
 from replicas.errors import ContextLengthExceededError, InvalidRequestError, UnsupportedParameterError
@@ -302,7 +302,8 @@ async def _grammar(body: GenerationBody, entry: ModelEntry, plan: ToolPlan | Non
     if not entry.capabilities.structured_output:
         return None
     wanted = body.response_format or body.structured_outputs or (plan and plan.forced)
-    make = functools.partial(make_grammar, body.response_format, body.structured_outputs, plan)
+    tag_ids = entry.encoder.added_token_ids(TAGS)
+    make = functools.partial(make_grammar, body.response_format, body.structured_outputs, plan, tag_ids)
     return await _run(make, _INLINE_CHARACTERS + 1 if wanted else 0)
 
 

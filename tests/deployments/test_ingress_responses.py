@@ -155,7 +155,7 @@ async def test_choices_of_tools_make_a_grammar(http, dispatcher):
     for choice in ("required", {"type": "function", "name": "add"}):
         answer = await ask(http, tools=[ADD], tool_choice=choice)
         assert answer["tool_choice"] == choice
-        assert '"<tool_call>\\n"' in dispatcher.requests[-1].sampling.grammar
+        assert '"<tool_call>"' in dispatcher.requests[-1].sampling.grammar
         assert [item["type"] for item in answer["output"]] == ["function_call"]
 
 

@@ -4,6 +4,8 @@ import copy
 import json
 
 import httpx
+import openai
+import pydantic
 import pytest
 from fake_dispatcher import FakeDispatcher, config_for, events_of, load_entry, says, validate
 from hypothesis import given, settings
@@ -112,6 +114,31 @@ async def test_a_call_whole_and_streamed(client, dispatcher):
     assert all(request.sampling.grammar is None for request in dispatcher.requests)
     prompt = QWEN.encoder.decode(dispatcher.requests[0].prompt_token_ids)
     assert json.dumps(ADD) in prompt
+
+
+async def test_the_official_client(client, dispatcher):
+    dispatcher.script = says(QWEN, f"Let me see.\n{CALL}", per_step=3)
+    official = openai.AsyncOpenAI(
+        base_url="http://test/v1", api_key="none", http_client=client, _strict_response_validation=True
+    )
+    answer = await official.chat.completions.create(**TOOLS)
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("add", '{"x": 1}')
+    strict = copy.deepcopy(ADD)
+    strict["function"]["strict"] = True
+    async with official.chat.completions.stream(**CHAT, tools=[strict]) as stream:
+        kinds = {event.type async for event in stream}
+        final = await stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    (call,) = final.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == {"x": 1}
+
+    class Point(pydantic.BaseModel):
+        x: int
+
+    dispatcher.script = says(QWEN, '{"x": 3}')
+    answer = await official.chat.completions.parse(**CHAT, response_format=Point)
+    assert answer.choices[0].message.parsed == Point(x=3)
 
 
 async def test_content_is_null_when_there_is_nothing_else(client, dispatcher):

@@ -146,6 +146,16 @@ def test_required_calls():
     assert not accepts(one, f"{ADD}\n{ADD}")
 
 
+def test_tags_that_are_one_token():
+    """Here bytes stand for them: the tags may be those or text."""
+    plan = plan_tools(TOOLS, "required", True)
+    grammar = make_grammar(None, None, plan, {"<tool_call>": ord("A"), "</tool_call>": ord("Z")})
+    tokens = NOW.replace("<tool_call>", "A").replace("</tool_call>", "Z")
+    for text in (NOW, tokens, f"{tokens}\n{NOW}\n{tokens}"):
+        assert accepts(grammar, text)
+    assert not accepts(grammar, tokens.replace("A", "Z"))
+
+
 def test_a_named_call():
     choice = {"type": "function", "function": {"name": "now"}}
     grammar = make_grammar(None, None, plan_tools(TOOLS, parse_tool_choice(choice), True))
