@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from configs.schema import BlockserveConfig
@@ -21,7 +21,7 @@ from deployments.openai.errors import ClientGoneError, envelope, install_error_h
 from deployments.openai.generation import ChoiceDelta, Generation
 from deployments.openai.metrics import IngressMetrics, RequestRecord
 from deployments.openai.middleware import RequestContextMiddleware
-from deployments.openai.openapi import body_of, install_schemas
+from deployments.openai.openapi import ERRORS, describe, install_schemas
 from deployments.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -34,11 +34,14 @@ from deployments.openai.responses import (
     ResponseBuilder,
     model_object,
 )
+from deployments.openai.responses_builder import ResponsesBuilder
+from deployments.openai.responses_request import ResponsesRequest, translate_responses
 from deployments.openai.sse import EventStreamResponse, event_stream, unless_disconnected
+from deployments.openai.tokenization import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from deployments.openai.translate import TranslatedRequest, translate_chat, translate_completion
 from replicas.errors import ModelNotFoundError, ModelNotReadyError
 
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=GenerationBody | ResponsesRequest)
 
 
 def create_app(
@@ -62,7 +65,12 @@ def create_app(
                 return create_app(..., add_request_id_header=False)
     """
     app = FastAPI(
-        title="Blockserve", version=_version(), redirect_slashes=False, docs_url=None, redoc_url=None
+        title="Blockserve",
+        version=_version(),
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
     )
     app.add_middleware(RequestContextMiddleware, add_header=add_request_id_header)
     install_error_handlers(app)
@@ -117,13 +125,29 @@ def create_app(
             events = event_stream(builder, first, deltas, options, record.on_error)
             return EventStreamResponse(events, stack.pop_all().aclose)
 
-    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatCompletionRequest))
+    @app.post(
+        "/v1/chat/completions", openapi_extra=describe(ChatCompletionRequest, "ChatCompletion", streams=True)
+    )
     async def create_chat_completion(request: Request) -> Response:
         return await respond(request, ChatCompletionRequest, translate_chat, ChatResponseBuilder)
 
-    @app.post("/v1/completions", openapi_extra=body_of(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=describe(CompletionRequest, "Completion", streams=True))
     async def create_completion(request: Request) -> Response:
         return await respond(request, CompletionRequest, translate_completion, CompletionResponseBuilder)
+
+    @app.post("/v1/responses", openapi_extra=describe(ResponsesRequest, "Response", streams=True))
+    async def create_response(request: Request) -> Response:
+        return await respond(request, ResponsesRequest, translate_responses, ResponsesBuilder)
+
+    @app.post("/tokenize", openapi_extra=describe(TokenizeRequest, "Tokens"))
+    async def create_tokens(request: Request) -> dict[str, Any]:
+        body = await read_body(request, TokenizeRequest, config.admission.max_body_bytes)
+        return await tokenize(body, find(body.model))
+
+    @app.post("/detokenize", openapi_extra=describe(DetokenizeRequest, "Text"))
+    async def create_text(request: Request) -> dict[str, Any]:
+        body = await read_body(request, DetokenizeRequest, config.admission.max_body_bytes)
+        return await detokenize(body, find(body.model))
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
@@ -164,7 +188,7 @@ def create_app(
             {"status": "not ready", "models": listed, **content}, 503, headers={"retry-after": "1"}
         )
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
         return Response(
             metrics.render(await dispatcher.model_states()), headers={"content-type": CONTENT_TYPE_LATEST}

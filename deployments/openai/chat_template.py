@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from deployments.openai.tools import knows_hermes_tools
 from replicas.errors import InvalidRequestError, UnsupportedParameterError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class PromptEncoder:
             copy.no_truncation()
             copy.no_padding()
         added = self._plain.get_added_tokens_decoder()
+        self._added_ids = {token.content: i for i, token in added.items()}
         self._special_ids = {
             token.content: i for i, token in added.items() if token.special and token.content
         }
@@ -61,23 +63,41 @@ class PromptEncoder:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def encode_text(self, text: str) -> list[int]:
-        """Tokens of a raw prompt: plain text throughout, plus what the tokenizer itself adds (BOS)."""
-        return list(self._plain.encode(text, add_special_tokens=True).ids)
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template shows tools, in the one format of calls that is parsed, and the calls' tags are
+        text (a tag that is a special token would never be seen in the output)."""
+        return knows_hermes_tools(self._tokenizer.chat_template) and "<tool_call>" not in self._special_ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return str(self._plain.decode(ids, skip_special_tokens=True))
+    def added_token_ids(self, texts: Sequence[str]) -> dict[str, int]:
+        """The ids of those texts that are one token which the tokenizer never splits."""
+        return {text: self._added_ids[text] for text in texts if text in self._added_ids}
+
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a raw prompt: plain text throughout, plus what the tokenizer itself adds (BOS)."""
+        return list(self._plain.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, by default without special tokens."""
+        return str(self._plain.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Tokens of a chat with the generation prompt.
+        """Tokens of a chat, by default with the generation prompt. ``tools`` (OpenAI's objects) are text of
+        users as messages are.
 
         Raises ``UnsupportedParameterError`` for a model without a chat template, ``InvalidRequestError`` for
         messages that the template refuses or fails on; both name ``messages``.
         """
-        text, marked = self.render_chat(messages, template_kwargs)
+        text, marked = self.render_chat(
+            messages, template_kwargs, tools=tools, add_generation_prompt=add_generation_prompt
+        )
         if not marked:
             return list(self._normal.encode(text, add_special_tokens=False).ids)
         ids: list[int] = []
@@ -89,7 +109,12 @@ class PromptEncoder:
         return ids + self._encode_plain(text[start:])
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
     ) -> tuple[str, list[tuple[int, int]]]:
         """The rendered text and the spans in it that users wrote and that look like control tokens."""
         if not self.has_chat_template:
@@ -109,9 +134,11 @@ class PromptEncoder:
             for message in messages
         ]
         kwargs = {key: self._mask(value, marker) for key, value in kwargs.items()}
+        if tools:
+            kwargs["tools"] = [self._mask(tool, marker) for tool in tools]
         try:
             rendered = self._tokenizer.apply_chat_template(
-                masked, tokenize=False, add_generation_prompt=True, **kwargs
+                masked, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
         except Exception as error:  # whatever a template raises is about these messages
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -8,41 +8,41 @@ by name in ``translate``.
 from __future__ import annotations
 
 import json
-import logging
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-logger = logging.getLogger(__name__)
+from deployments.openai.formats import ResponseFormat, StructuredOutputs
+from deployments.openai.model import RequestModel
+from deployments.openai.tools import TOOL_CHOICE_SCHEMA, Tools, parse_tool_choice
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIASES = 1024
+_TEXT = ResponseFormat(type="text")
+# For /openapi.json: what validators below accept beside the form that is kept.
+_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+_TEXT_OR_PARTS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": _PART | {"required": ["type", "text"]}, "minItems": 1},
+    ]
+}
+_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_STOP = {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_STRINGS}]}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        _TOKEN_IDS,
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, _TOKEN_IDS]}, "minItems": 1},
+    ]
+}
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-
-
-class RequestModel(BaseModel):
-    """Base of all bodies and of the objects in them."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            return {key: value for key, value in data.items() if value is not None}
-        return data
-
-    @model_validator(mode="after")
-    def _log_unknown(self) -> RequestModel:
-        if self.model_extra and logger.isEnabledFor(logging.DEBUG):
-            names = ", ".join(repr(name)[:64] for name in list(self.model_extra)[:32])
-            logger.debug("%s: unknown keys ignored: %s", type(self).__name__, names)
-        return self
 
 
 class StreamOptions(RequestModel):
@@ -55,7 +55,7 @@ class ChatMessage(RequestModel):
     an assistant's message with tool calls may have."""
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
-    content: str | None = None
+    content: Annotated[str | None, WithJsonSchema(_TEXT_OR_PARTS)] = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -115,7 +115,7 @@ class GenerationBody(RequestModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Int64 | None = None
-    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] = []
+    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS), WithJsonSchema(_STOP)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -123,7 +123,7 @@ class GenerationBody(RequestModel):
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)
     ] = {}
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = None
 
     # Extensions that vLLM and its peers share.
@@ -133,6 +133,7 @@ class GenerationBody(RequestModel):
     stop_token_ids: Annotated[list[Int64], Field(max_length=256)] = []
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    structured_outputs: StructuredOutputs | None = None
 
     # Block diffusion only.
     block_length: Annotated[Int64, Field(ge=1)] | None = None
@@ -156,6 +157,12 @@ class GenerationBody(RequestModel):
         return value
 
     @model_validator(mode="after")
+    def _one_output_format(self) -> GenerationBody:
+        if self.structured_outputs is not None and (self.response_format or _TEXT).type != "text":
+            raise ValueError("`structured_outputs` cannot be combined with `response_format`")
+        return self
+
+    @model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("`stream_options` is only allowed with `stream: true`")
@@ -176,14 +183,21 @@ class ChatCompletionRequest(GenerationBody):
     max_completion_tokens: Annotated[Int64, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[dict[str, Any]] = []
-    tool_choice: Any = None
+    tools: Tools = []
+    #: None, "none", "auto", "required" or a ``NamedToolChoice``.
+    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None
+    parallel_tool_calls: bool = True
     functions: list[dict[str, Any]] = []
     function_call: Any = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = {}
+
+    @field_validator("tool_choice", mode="plain")
+    @classmethod
+    def _known_tool_choice(cls, value: Any) -> Any:
+        return parse_tool_choice(value)
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatCompletionRequest:
@@ -203,7 +217,7 @@ class ChatCompletionRequest(GenerationBody):
 class CompletionRequest(GenerationBody):
     """``prompt`` is kept as a list of prompts, each a text or a list of token ids."""
 
-    prompt: list[str | list[int]]
+    prompt: Annotated[list[str | list[int]], WithJsonSchema(_PROMPT)]
     best_of: Annotated[int, Field(ge=0, le=MAX_CHOICES)] | None = None
     echo: bool = False
     suffix: str | None = None

@@ -9,8 +9,13 @@ from typing import Any
 
 from deployments.openai.contracts import ModelEntry
 from deployments.openai.detokenize import TokenTable
+from deployments.openai.errors import error_body
+from deployments.openai.framing import DONE, frame
 from deployments.openai.generation import Choice, ChoiceDelta
+from deployments.openai.protocol import StreamOptions
+from deployments.openai.tool_calls import CallArguments, CallStart, Content, Event, ToolCallParser
 from deployments.openai.translate import TranslatedRequest
+from replicas.errors import BlockserveError
 from replicas.protocol import TokenLogprob
 
 Json = dict[str, Any]
@@ -57,8 +62,21 @@ class ResponseBuilder:
         """Chunks of one delta: none while its text is held back."""
         raise NotImplementedError
 
-    def usage_chunk(self) -> Json:
-        return self._envelope(self.chunk_object_name, []) | {"usage": self.usage()}
+    def encode(self, chunk: Json, options: StreamOptions) -> bytes:
+        """A chunk as an event."""
+        if options.continuous_usage_stats:
+            chunk["usage"] = self.usage()
+        return frame(chunk)
+
+    def end(self, options: StreamOptions) -> bytes:
+        """What comes after the last delta."""
+        if not options.include_usage:
+            return DONE
+        return frame(self._envelope(self.chunk_object_name, []) | {"usage": self.usage()}) + DONE
+
+    def failure(self, error: BlockserveError) -> bytes:
+        """What ends a stream that failed."""
+        return frame(error_body(error))
 
     def usage(self) -> Json:
         """Tokens so far. ``num_forwards`` (an extension) counts the forwards in which a choice had a token to
@@ -108,32 +126,62 @@ class ChatResponseBuilder(ResponseBuilder):
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
+    def __init__(self, entry: ModelEntry, translated: TranslatedRequest, choices: list[Choice]) -> None:
+        super().__init__(entry, translated, choices)
+        self._parsers = [ToolCallParser(translated.tools) for _ in choices] if translated.tools else None
+        self._calls: list[list[Json]] = [[] for _ in choices]
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self._logprobs[delta.index] += delta.logprobs
+        calls = self._calls[delta.index]
+        for event in self._events(delta):
+            if isinstance(event, Content):
+                self._texts[delta.index].append(event.text)
+            elif isinstance(event, CallStart):
+                calls.append(_call(event))
+            else:
+                calls[event.index]["function"]["arguments"] += event.text
+
     def first_chunks(self) -> Iterator[Json]:
         for choice in self._choices:
             delta = {"role": "assistant", "content": ""}
-            yield self._chunk(
-                {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-            )
+            yield self._chunk(self._delta(choice.index, delta, None, None))
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
         self._logprobs[delta.index] += delta.logprobs
-        if delta.text:
+        for event in self._events(delta):
+            # Tokens are reported once, with the first text that they make certain.
             logprobs = self._take_logprobs(delta.index)
-            yield self._chunk(self._delta(delta.index, {"content": delta.text}, logprobs, None))
+            yield self._chunk(self._delta(delta.index, _delta_of(event), logprobs, None))
         if delta.finish_reason is not None:
             rest = self._take_logprobs(delta.index) if self._logprobs[delta.index] else None
-            yield self._chunk(self._delta(delta.index, {}, rest, delta.finish_reason))
+            yield self._chunk(self._delta(delta.index, {}, rest, self._finish_reason(delta.index)))
+
+    def _events(self, delta: ChoiceDelta) -> list[Event]:
+        if self._parsers is None:
+            return [Content(delta.text)] if delta.text else []
+        parser = self._parsers[delta.index]
+        events = parser.feed(delta.text)
+        return events if delta.finish_reason is None else events + parser.finish()
+
+    def _finish_reason(self, index: int) -> str | None:
+        reason = self._choices[index].finish_reason
+        has_calls = self._parsers is not None and self._parsers[index].num_calls > 0
+        return "tool_calls" if has_calls and reason == "stop" else reason
 
     @staticmethod
     def _delta(index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _choice(self, choice: Choice, text: str) -> Json:
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if calls := self._calls[choice.index]:
+            message |= {"content": text or None, "tool_calls": calls}
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": self._take_logprobs(choice.index),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice.index),
         }
 
     def _format_logprobs(self, logprobs: list[TokenLogprob]) -> Json:
@@ -150,6 +198,19 @@ class ChatResponseBuilder(ResponseBuilder):
             "logprob": max(logprob, -9999.0),
             "bytes": list(self._table.piece(token_id)),
         }
+
+
+def _call(event: CallStart) -> Json:
+    function = {"name": event.name, "arguments": ""}
+    return {"id": event.call_id, "type": "function", "function": function}
+
+
+def _delta_of(event: Event) -> Json:
+    if isinstance(event, Content):
+        return {"content": event.text}
+    if isinstance(event, CallArguments):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return {"tool_calls": [{"index": event.index} | _call(event)]}
 
 
 class CompletionResponseBuilder(ResponseBuilder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -13,19 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.openai.errors import ClientGoneError, error_body
+from deployments.openai.errors import ClientGoneError
 from deployments.openai.generation import ChoiceDelta
 from deployments.openai.protocol import StreamOptions
 from deployments.openai.responses import ResponseBuilder
 from replicas.errors import BlockserveError
 
 logger = logging.getLogger(__name__)
-
-DONE = b"data: [DONE]\n\n"
-
-
-def frame(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def event_stream(
@@ -35,33 +28,27 @@ async def event_stream(
     options: StreamOptions,
     on_error: Callable[[BaseException], None],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of one response: roles, deltas, finish reasons, optional usage, ``[DONE]``.
+    """The events of one response: what comes before its deltas, the deltas, and the end.
 
-    ``first`` was taken from ``rest`` before the headers went out. A later failure is an ``error`` event that
-    ends the stream, without ``[DONE]``. Chunks of one delta go out together.
+    ``first`` was taken from ``rest`` before the headers went out. A later failure is an event that ends the
+    stream, without its proper end. Chunks of one delta go out together.
     """
-
-    def encode(chunk: dict[str, Any]) -> bytes:
-        if options.continuous_usage_stats:
-            chunk["usage"] = builder.usage()
-        return frame(chunk)
 
     async with aclosing(rest):
         try:
-            head = [encode(chunk) for chunk in builder.first_chunks()]
-            yield b"".join(head + [encode(chunk) for chunk in builder.chunks(first)])
+            head = [builder.encode(chunk, options) for chunk in builder.first_chunks()]
+            yield b"".join(head + [builder.encode(chunk, options) for chunk in builder.chunks(first)])
             async for delta in rest:
-                if events := [encode(chunk) for chunk in builder.chunks(delta)]:
+                if events := [builder.encode(chunk, options) for chunk in builder.chunks(delta)]:
                     yield b"".join(events)
-            tail = frame(builder.usage_chunk()) if options.include_usage else b""
-            yield tail + DONE
+            yield builder.end(options)
         except BlockserveError as error:
             on_error(error)
-            yield frame(error_body(error))
+            yield builder.failure(error)
         except Exception as error:
             on_error(error)
             logger.exception("a stream failed")
-            yield frame(error_body(BlockserveError(str(error))))
+            yield builder.failure(BlockserveError(str(error)))
 
 
 class EventStreamResponse(Response):

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import secrets
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from deployments.openai.contracts import ModelEntry
+from deployments.openai.grammar import TAGS, make_grammar
 from deployments.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
+from deployments.openai.tools import ToolPlan, plan_tools
 from replicas.errors import ContextLengthExceededError, InvalidRequestError, UnsupportedParameterError
 from replicas.protocol import DiffusionParams, GenerationRequest, SamplingParams
 
@@ -28,7 +31,7 @@ _DIFFUSION_FIELDS = ("steps", "threshold", "editing_threshold", "max_post_steps"
 #: Extensions of peers that change the output; accepting and ignoring them would be a lie.
 _UNSUPPORTED_EXTRAS = (
     "best_of", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "length_penalty",
-    "prompt_logprobs", "structured_outputs", "use_beam_search",
+    "prompt_logprobs", "use_beam_search",
 )  # fmt: skip
 
 _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
@@ -37,13 +40,15 @@ _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 @dataclass(frozen=True)
 class TranslatedRequest:
     """One HTTP request as engine requests: prompt by prompt, each with its ``n`` choices, so that the choice
-    index is the position. ``echo_texts``: per choice, a text that comes before its output ("" is none)."""
+    index is the position. ``echo_texts``: per choice, a text that comes before its output ("" is none).
+    ``tools``: what calls to look for in the output."""
 
     requests: list[GenerationRequest]
     stop: tuple[str, ...]
     num_prompts: int
     num_prompt_tokens: int
     echo_texts: list[str]
+    tools: ToolPlan | None = None
 
     @property
     def num_live_tokens(self) -> int:
@@ -56,13 +61,16 @@ async def translate_chat(
 ) -> TranslatedRequest:
     """Raises ``InvalidRequestError`` and its subclasses; every message names the field at fault."""
     _refuse_unsupported(body, entry)
-    _refuse_unsupported_chat(body)
+    _refuse_unsupported_chat(body, entry)
+    plan = await _plan_tools(body)
+    grammar = await _grammar(body, entry, plan)
     messages = [message.for_template() for message in body.messages]
-    size = sum(len(message.content or "") for message in body.messages)
-    encode = functools.partial(entry.encoder.encode_chat, messages, body.chat_template_kwargs)
-    _refuse_hopeless(size, entry, "messages")
+    tools = plan.for_template() if plan else []
+    size = sum(len(message.content or "") for message in body.messages) + len(json.dumps(tools))
+    encode = functools.partial(entry.encoder.encode_chat, messages, body.chat_template_kwargs, tools=tools)
+    refuse_hopeless(size, entry, "messages")
     prompt = await _run(encode, size)
-    return _build(body, entry, [(prompt, "")], "messages", deadline)
+    return replace(_build(body, entry, [(prompt, "")], "messages", grammar, deadline), tools=plan)
 
 
 async def translate_completion(
@@ -76,16 +84,17 @@ async def translate_completion(
         raise _unsupported("best_of", f"must equal `n` ({body.n}), got {body.best_of}")
     if body.echo and body.logprobs is not None:
         raise _unsupported("echo", "is not supported together with `logprobs`")
+    grammar = await _grammar(body, entry, None)
     prompts: list[tuple[list[int], str]] = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            _refuse_hopeless(len(prompt), entry, "prompt")
+            refuse_hopeless(len(prompt), entry, "prompt")
             ids = await _run(functools.partial(entry.encoder.encode_text, prompt), len(prompt))
             prompts.append((ids, prompt if body.echo else ""))
         else:
-            _check_token_ids(prompt, entry, "prompt")
+            check_token_ids(prompt, entry, "prompt")
             prompts.append((prompt, entry.encoder.decode(prompt) if body.echo else ""))
-    return _build(body, entry, prompts, "prompt", deadline)
+    return _build(body, entry, prompts, "prompt", grammar, deadline)
 
 
 def _build(
@@ -93,6 +102,7 @@ def _build(
     entry: ModelEntry,
     prompts: list[tuple[list[int], str]],
     field: str,
+    grammar: str | None,
     deadline: float | None,
 ) -> TranslatedRequest:
     requests: list[GenerationRequest] = []
@@ -103,7 +113,7 @@ def _build(
         if not prompt:
             raise InvalidRequestError(f"`{field}`: must have at least one token, got 0", param=field)
         if max(prompt) >= entry.info.vocab_size:  # a tokenizer may know more tokens than the model
-            _check_token_ids(prompt, entry, field)
+            check_token_ids(prompt, entry, field)
         mask = entry.info.mask_token_id
         if mask is not None and mask in prompt:
             raise InvalidRequestError(
@@ -117,7 +127,7 @@ def _build(
                     request_id=uuid.uuid4().hex,
                     model=entry.name,
                     prompt_token_ids=tuple(prompt),
-                    sampling=_sampling_params(body, entry, max_tokens, seed),
+                    sampling=replace(_sampling_params(body, entry, max_tokens, seed), grammar=grammar),
                     diffusion=diffusion,
                     deadline=deadline,
                 )
@@ -211,7 +221,7 @@ def _new_token_limit(body: GenerationBody, entry: ModelEntry, num_prompt_tokens:
     return wanted
 
 
-def _refuse_hopeless(num_characters: int, entry: ModelEntry, field: str) -> None:
+def refuse_hopeless(num_characters: int, entry: ModelEntry, field: str) -> None:
     """Refuses a text that is too long whatever its tokens are, before the work of tokenizing it. A margin of
     four allows for tokenizers that normalize text to a shorter one."""
     limit = entry.capabilities.max_model_len
@@ -224,7 +234,7 @@ def _refuse_hopeless(num_characters: int, entry: ModelEntry, field: str) -> None
         )
 
 
-def _check_token_ids(ids: list[int], entry: ModelEntry, field: str) -> None:
+def check_token_ids(ids: list[int], entry: ModelEntry, field: str) -> None:
     size = entry.info.vocab_size
     for i, token_id in enumerate(ids):
         if not 0 <= token_id < size:
@@ -242,8 +252,11 @@ def _refuse_unsupported(body: GenerationBody, entry: ModelEntry) -> None:
                 raise _unsupported(
                     name, f"is not supported by this model, except {off}; got {getattr(body, name)}"
                 )
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise _unsupported("response_format", "supports the type 'text' only")
+    if not entry.capabilities.structured_output:
+        if body.response_format is not None and body.response_format.type != "text":
+            raise _unsupported("response_format", "supports the type 'text' only with this model")
+        if body.structured_outputs is not None:
+            raise _unsupported("structured_outputs", "is not supported by this model")
     extras = body.model_extra or {}
     for name in _UNSUPPORTED_EXTRAS:
         value = extras.get(name)
@@ -251,14 +264,21 @@ def _refuse_unsupported(body: GenerationBody, entry: ModelEntry) -> None:
         neutral = value is None or value is False if name == "prompt_logprobs" else not value
         if not neutral and (name, value) != ("best_of", 1):
             raise _unsupported(name, "is not supported")
-    _check_token_ids(body.stop_token_ids, entry, "stop_token_ids")
+    check_token_ids(body.stop_token_ids, entry, "stop_token_ids")
 
 
-def _refuse_unsupported_chat(body: ChatCompletionRequest) -> None:
+def refuse_tools_without_template(entry: ModelEntry) -> None:
+    if not entry.encoder.knows_tools:
+        raise _unsupported(
+            "tools", 'is not supported by this model\'s chat template, except with `tool_choice: "none"`'
+        )
+
+
+def _refuse_unsupported_chat(body: ChatCompletionRequest, entry: ModelEntry) -> None:
     if body.tools and body.tool_choice != "none":
-        raise _unsupported("tools", 'is not supported, except with `tool_choice: "none"`')
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "supports 'none' only")
+        refuse_tools_without_template(entry)
+        if body.tool_choice not in (None, "auto") and not entry.capabilities.structured_output:
+            raise _unsupported("tool_choice", "supports 'none' and 'auto' only with this model")
     if body.functions and body.function_call != "none":
         raise _unsupported("functions", "is not supported")
     if body.modalities is not None and body.modalities != ["text"]:
@@ -270,6 +290,21 @@ def _refuse_unsupported_chat(body: ChatCompletionRequest) -> None:
 
 def _unsupported(name: str, what: str) -> UnsupportedParameterError:
     return UnsupportedParameterError(f"`{name}` {what}", param=name)
+
+
+async def _plan_tools(body: ChatCompletionRequest) -> ToolPlan | None:
+    plan = functools.partial(plan_tools, body.tools, body.tool_choice, body.parallel_tool_calls)
+    return await _run(plan, _INLINE_CHARACTERS + 1 if body.tools else 0)
+
+
+async def _grammar(body: GenerationBody, entry: ModelEntry, plan: ToolPlan | None) -> str | None:
+    """Compiling takes a millisecond or a second, which is not seen from outside: always in a thread."""
+    if not entry.capabilities.structured_output:
+        return None
+    wanted = body.response_format or body.structured_outputs or (plan and plan.forced)
+    tag_ids = entry.encoder.added_token_ids(TAGS)
+    make = functools.partial(make_grammar, body.response_format, body.structured_outputs, plan, tag_ids)
+    return await _run(make, _INLINE_CHARACTERS + 1 if wanted else 0)
 
 
 async def _run(function: Callable[[], T], size: int) -> T:

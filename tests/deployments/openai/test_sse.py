@@ -6,7 +6,8 @@ import pytest
 from starlette.requests import Request
 
 from deployments.openai.errors import ClientGoneError
-from deployments.openai.sse import EventStreamResponse, frame, unless_disconnected
+from deployments.openai.framing import frame
+from deployments.openai.sse import EventStreamResponse, unless_disconnected
 
 
 class Connection:

@@ -10,6 +10,7 @@ from replicas.protocol import DiffusionParams
 
 LLADA = load_entry("llada2_b32", "llada", diffusion={"threshold": 0.9, "editing_threshold": 0.8})
 QWEN = load_entry("qwen2_5", "qwen", sampling={"temperature": 0.5, "top_k": 7})
+TOOL = {"type": "function", "function": {"name": "f"}}
 MASK = LLADA.info.mask_token_id
 
 
@@ -119,7 +120,8 @@ async def test_long_chats_are_refused_with_both_numbers(size):
         (LLADA, {"frequency_penalty": 0.1}, "frequency_penalty"),
         (LLADA, {"presence_penalty": -0.1}, "presence_penalty"),
         (LLADA, {"repetition_penalty": 1.1}, "repetition_penalty"),
-        (QWEN, {"response_format": {"type": "json_object"}}, "response_format"),
+        (LLADA, {"response_format": {"type": "json_object"}}, "response_format"),
+        (LLADA, {"structured_outputs": {"json_object": True}}, "structured_outputs"),
         (QWEN, {"guided_json": {"type": "object"}}, "guided_json"),
     ],
 )
@@ -134,9 +136,9 @@ async def test_what_cannot_be_honoured_is_refused_by_name(entry, fields, param):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
@@ -204,7 +206,7 @@ async def test_logprobs_reach_the_engine(entry):
 
 async def test_neutral_values_are_fine():
     await chat(
-        tools=[{"type": "function"}],
+        tools=[TOOL],
         tool_choice="none",
         response_format={"type": "text"},
         logit_bias={},

@@ -1,0 +1,160 @@
+"""From the output format that a client asks for to a grammar that the engine enforces.
+
+Grammars are texts in llguidance's dialect of Lark. They are compiled once here, so that an engine never gets one
+that it cannot run, and what the library cannot do is refused under the name of the field that asked for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from deployments.openai.formats import ResponseFormat, StructuredOutputs
+from deployments.openai.json_schema import check_schema
+from deployments.openai.tools import Tool, ToolPlan
+from replicas.errors import InvalidRequestError
+
+#: Separators are fixed and nothing else may be blank: a small model that may emit a blank can emit them for ever.
+#: They are those of ``json.dumps``, which is how chat templates show JSON to a model.
+_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: What stands round a call.
+TAGS = ("<tool_call>", "</tool_call>")
+_ANY_OBJECT = {"type": "object"}
+MAX_GRAMMAR_CHARACTERS = 512 * 1024
+
+
+def make_grammar(
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    plan: ToolPlan | None,
+    tag_ids: Mapping[str, int] | None = None,
+) -> str | None:
+    """The grammar of a whole answer, or None when everything is allowed.
+
+    Tool calls that the client insists on are the whole answer. Where the model may call tools, it either does or
+    answers in the format asked for. ``tag_ids``: those of ``TAGS`` that are one token of the model. Raises
+    ``InvalidRequestError`` (the field named). Slow: call it in a thread.
+    """
+    if plan is not None and plan.forced:
+        tools = [plan.tool(plan.named)] if plan.named else list(plan.tools)
+        several = plan.parallel and plan.named is None
+        _check_calls("start: calls\n", tools, several, plan)
+        return "start: calls\n" + _calls(tools, several, tag_ids or {})
+    answer, param = _answer(response_format, structured)
+    if answer is None:
+        return None
+    grammar = answer if param == "structured_outputs.grammar" else f"start: {answer}\n"
+    _check(grammar, param)
+    if plan is None:
+        return grammar
+    if grammar is answer:
+        raise InvalidRequestError(f"`{param}` cannot be combined with `tools`", param=param)
+    head = f"start: answer | calls\nanswer: {answer}\n"
+    _check_calls(head, list(plan.tools), plan.parallel, plan)
+    return head + _calls(list(plan.tools), plan.parallel, tag_ids or {})
+
+
+def _answer(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None
+) -> tuple[str | None, str]:
+    """The right side of the rule for the content (or a whole grammar of the client's), and the field's name."""
+    if structured is not None:
+        name, value = structured.constraint()
+        param = f"structured_outputs.{name}"
+        if name == "json":
+            return _json(value, param), param
+        if name == "json_object":
+            return _json(_ANY_OBJECT, param), param
+        if name == "choice":
+            return " | ".join(_literal(text) for text in value), param
+        if name == "regex":
+            import llguidance
+
+            return f"/{llguidance.regex_to_lark(value)}/", param
+        return value, param
+    if response_format is None or response_format.type == "text":
+        return None, ""
+    if response_format.json_schema is None:
+        return _json(_ANY_OBJECT, "response_format"), "response_format"
+    param = "response_format.json_schema.schema"
+    return _json(response_format.json_schema.definition, param), param
+
+
+def _json(schema: Mapping[str, Any], param: str) -> str:
+    check_schema(schema, param)
+    return "%json " + json.dumps({**schema, "x-guidance": _WHITESPACE})
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)
+
+
+def _calls(tools: list[Tool], parallel: bool, tag_ids: Mapping[str, int]) -> str:
+    """Rules for one or more calls in the Hermes format, each with the schema of its tool's arguments.
+
+    A tag that is one token is named by its id too: such tokens have no text for the library, and without their
+    ids the model would have to spell the tag out.
+    """
+    begin, end = (
+        f"(<[{tag_ids[tag]}]> | {_literal(tag)})" if tag in tag_ids else _literal(tag) for tag in TAGS
+    )
+    lines = [
+        'calls: call ("\\n" call)*' if parallel else "calls: call",
+        f'call: {begin} "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {end}',
+    ]
+    for i, tool in enumerate(tools):
+        head = _literal(f'{{"name": {json.dumps(tool.function.name)}, "arguments": ')
+        schema = {**tool.function.schema_of_arguments(), "x-guidance": _WHITESPACE}
+        lines.append(f'call_{i}: {head} %json {json.dumps(schema)} "}}"')
+    return "\n".join(lines) + "\n"
+
+
+def _check_calls(head: str, tools: list[Tool], parallel: bool, plan: ToolPlan) -> None:
+    # Without the ids of a tokenizer, which is not at hand; they change nothing about the schemas.
+    try:
+        _check(head + _calls(tools, parallel, {}), "tools")
+    except InvalidRequestError:
+        for tool in tools:  # which one is it?
+            _check(f"start: calls\n{_calls([tool], False, {})}", plan.parameters_param(tool))
+        raise
+
+
+def _check(grammar: str, param: str) -> None:
+    if len(grammar) > MAX_GRAMMAR_CHARACTERS:
+        raise InvalidRequestError(
+            f"`{param}`: the grammar made of it may have at most {MAX_GRAMMAR_CHARACTERS} characters, "
+            f"got {len(grammar)}",
+            param=param,
+        )
+    if problem := _problem(grammar):
+        raise InvalidRequestError(f"`{param}` cannot be enforced: {problem}", param=param)
+
+
+@functools.lru_cache(maxsize=128)
+def _problem(grammar: str) -> str:
+    """Why the library cannot run a grammar; "" when it can."""
+    from llguidance import LLMatcher
+
+    if problem := LLMatcher.validate_grammar(grammar):
+        return _readable(problem)
+    # Some limits show only when a matcher is made; bytes are a vocabulary that every tokenizer's tokens consist of.
+    return _readable(LLMatcher(_byte_tokenizer(), grammar, log_level=0).get_error())
+
+
+@functools.cache
+def _byte_tokenizer() -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
+def _readable(problem: str) -> str:
+    """The library's message without its excerpt of our grammar."""
+    lines = problem.split("\n   1 |")[0].split("<backtrace>")[0].splitlines()
+    text = " ".join(line.strip() for line in lines)
+    for prefix in ("failed to compile JSON schema: ", "): "):
+        _, found, rest = text.partition(prefix)
+        text = rest if found and (prefix != "): " or text.startswith("at ")) else text
+    return text[:300]
