@@ -27,7 +27,7 @@ _SEED_RANGE = 2**63
 _DIFFUSION_FIELDS = ("steps", "threshold", "editing_threshold", "max_post_steps", "eos_early_stop")
 #: Extensions of peers that change the output; accepting and ignoring them would be a lie.
 _UNSUPPORTED_EXTRAS = (
-    "best_of", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "length_penalty",
+    "best_of", "chat_template", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "length_penalty",
     "prompt_logprobs", "structured_outputs", "use_beam_search",
 )  # fmt: skip
 
@@ -163,7 +163,8 @@ def _logit_bias(body: GenerationBody, entry: ModelEntry) -> tuple[tuple[int, flo
     for key, value in body.logit_bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 20 and int(key) < size):
             raise InvalidRequestError(
-                f"`logit_bias`: keys must be token ids of 0 to {size - 1}, got {key[:32]!a}", param="logit_bias"
+                f"`logit_bias`: keys must be token ids of 0 to {size - 1}, got {key[:32]!a}",
+                param="logit_bias",
             )
         if value:
             pairs.append((int(key), value))
