@@ -184,8 +184,8 @@ class SecurityConfig(StrictModel):
 
     #: Name of an environment variable with API keys, separated by commas or line ends.
     api_keys_env: str | None = None
-    #: A file with API keys; read again when it changes.
-    api_keys_file: Annotated[str, Field(min_length=1)] | None = None
+    #: Absolute path (or ``~/...``) of a file with API keys; read again when it changes.
+    api_keys_file: str | None = None
     #: Lets ``GET /metrics`` in without a key.
     metrics_open: bool = False
     #: Origins whose web pages may use the API (``https://chat.example``), or ``*``. Empty: no CORS headers at all.
@@ -196,6 +196,8 @@ class SecurityConfig(StrictModel):
         name = self.api_keys_env
         if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError("`api_keys_env` must be the name of an environment variable, not a key")
+        if self.api_keys_file is not None and not self.api_keys_file.startswith(("/", "~/")):
+            raise ValueError("`api_keys_file` must be an absolute path or begin with ~/, and not be a key")
         for origin in self.cors_allow_origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s*@?#]+", origin):
                 raise ValueError(
