@@ -32,6 +32,7 @@ DRAIN_MARGIN_S = 10.0
 SERVE_ENV = {
     # The default of 5 s replaces a proxy that is merely slow to start, on a busy laptop over and over.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_guard:middlewares",
 }
 RAY_TOKEN_ENV = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
@@ -255,6 +256,7 @@ def _start_ray(address: str | None, configs: dict[str, BlockserveConfig]) -> Non
             },
         }
         _choose_ray_token()
+        _keep_loopback()
     for attempt in range(1, RAY_START_ATTEMPTS + 1):
         try:
             ray.init(log_to_driver=False, **arguments)
@@ -276,6 +278,14 @@ def _choose_ray_token() -> None:
     """
     if not any(os.environ.get(name) for name in RAY_TOKEN_ENV):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _keep_loopback() -> None:
+    """Ray replaces 127.0.0.1 as a node's address by that of a network card, and then listens on all of them. With the
+    loopback address left as it is, everything of the cluster listens there only."""
+    from ray._private import services
+
+    services.resolve_ip_for_localhost = lambda host: host
 
 
 def _raise_on_signals() -> None:

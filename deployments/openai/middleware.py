@@ -27,6 +27,11 @@ _FIELD_OVERHEAD = 32
 _OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 
 
+def is_request_id(text: str) -> bool:
+    """Whether a client's request id is used as it is."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
 class RequestContextMiddleware:
     """Puts ``request_id`` into ``request.state`` and, with ``add_header``, ``x-request-id`` into every response."""
 
@@ -39,7 +44,7 @@ class RequestContextMiddleware:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if is_request_id(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         started = False
 
