@@ -268,7 +268,14 @@ def test_a_client_cannot_switch_off_that_its_leaving_counts(server: Server, head
 
 # --- the Ray cluster ----------------------------------------------------------------------------------------
 
-CONNECT = "import ray; ray.init(address='{}', log_to_driver=False); print('CONNECTED', len(ray.nodes()))"
+# Ray would also replace the address that it is given by that of a network card, where nothing listens.
+CONNECT = """
+from ray._private import services
+services.resolve_ip_for_localhost = lambda host: host
+import ray
+ray.init(address='{}', log_to_driver=False)
+print('CONNECTED', len(ray.nodes()))
+"""
 
 
 def _process(server: Server, name: str) -> psutil.Process:
