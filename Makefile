@@ -48,8 +48,10 @@ lint: env
 	$(BIN)/lint-imports
 
 HOST ?= http://127.0.0.1:8000
+# Name of the environment variable with the server's API key.
+API_KEY_ENV ?=
 loadtest: env
-	$(BIN)/locust -f loadtest/locustfile.py --host $(HOST) --headless -u 8 -r 4 -t 30s
+	$(BIN)/locust -f loadtest/locustfile.py --host $(HOST) --headless -u 8 -r 4 -t 30s $(if $(API_KEY_ENV),--api-key-env $(API_KEY_ENV))
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -166,7 +166,8 @@ def validation_problems(
             if kind == "model_type":
                 message = "must be a mapping"
             message = message[:1].lower() + message[1:]
-            given = "" if kind in ("value_error", "assertion_error") else f", got {show(detail['input'])}"
+            silent = kind in ("value_error", "assertion_error") or _hides_input(model, location)
+            given = "" if silent else f", got {show(detail['input'])}"
             problems.append(f"{where}: {message}{given}")
     return problems
 
@@ -216,6 +217,12 @@ def _model_at(model: type[BaseModel], location: Sequence[Any]) -> type[BaseModel
         field = found.model_fields.get(part) if found is not None else None
         found = model_in(field.annotation) if field is not None else None
     return found
+
+
+def _hides_input(model: type[BaseModel], location: Sequence[Any]) -> bool:
+    """Whether a model on the way to ``location`` has ``hide_input_in_errors``."""
+    parents = (_model_at(model, location[:end]) for end in range(len(location)))
+    return any(parent is not None and parent.model_config.get("hide_input_in_errors") for parent in parents)
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:

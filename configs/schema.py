@@ -5,6 +5,7 @@ Every model is frozen and forbids unknown keys, because Ray's own loader silentl
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -166,6 +167,44 @@ class AdmissionConfig(StrictModel):
     retry_after_s: Annotated[float, Field(gt=0)] = 1.0
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 16 * 1024 * 1024
+    #: Seconds in which a request's body must be here; then 408.
+    body_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    #: Of all header fields, 32 bytes added for each as HTTP/2 counts them; above it clients get 431. Also the longest
+    #: URL; above it 414.
+    max_header_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024
+    #: Seconds in which a client must take an event of a stream, where the server notices that it does not.
+    write_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+
+
+class SecurityConfig(StrictModel):
+    """Who may use the HTTP interface. Keys never stand in the configuration, only where they are."""
+
+    # No message may hold a key that was written here by mistake.
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    #: Name of an environment variable with API keys, separated by commas or line ends.
+    api_keys_env: str | None = None
+    #: Absolute path (or ``~/...``) of a file with API keys; read again when it changes.
+    api_keys_file: str | None = None
+    #: Lets ``GET /metrics`` in without a key.
+    metrics_open: bool = False
+    #: Origins whose web pages may use the API (``https://chat.example``), or ``*``. Empty: no CORS headers at all.
+    cors_allow_origins: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _names_not_keys(self) -> SecurityConfig:
+        name = self.api_keys_env
+        if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError("`api_keys_env` must be the name of an environment variable, not a key")
+        if self.api_keys_file is not None and not self.api_keys_file.startswith(("/", "~/")):
+            raise ValueError("`api_keys_file` must be an absolute path or begin with ~/, and not be a key")
+        for origin in self.cors_allow_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s*@?#]+", origin):
+                raise ValueError(
+                    "`cors_allow_origins` must hold origins such as https://chat.example:8443 (nothing behind the "
+                    f"port) or *, got {origin!r}"
+                )
+        return self
 
 
 class IngressConfig(StrictModel):
@@ -180,6 +219,7 @@ class BlockserveConfig(StrictModel):
     ingress: IngressConfig = IngressConfig()
     batching: BatchingConfig = BatchingConfig()
     admission: AdmissionConfig = AdmissionConfig()
+    security: SecurityConfig = SecurityConfig()
 
     @model_validator(mode="after")
     def _unique_names(self) -> BlockserveConfig:

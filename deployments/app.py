@@ -17,6 +17,7 @@ from configs.schema import BlockserveConfig, ModelConfig
 from deployments.batching import BatchingDispatcher
 from deployments.ingress import create_app
 from deployments.naming import INGRESS_NAME, deployment_names
+from deployments.openai.api_keys import load_api_keys
 from deployments.openai.contracts import ModelEntry, load_model_entry
 from replicas.checkpoints import resolve_checkpoint
 from replicas.replica import EngineReplica, Loader, load_engine
@@ -123,6 +124,8 @@ class Ingress:
 
     def __init__(self, config: BlockserveConfig, handles: dict[str, Any]) -> None:
         self.config = config
+        # Here and not in `build`: this process may run on another node, and what `build` binds is pickled.
+        self.api_keys = load_api_keys(config.security)
         #: Filled in the background; the routes read it at every request.
         self.models: dict[str, ModelEntry] = {}
         self.dispatcher = BatchingDispatcher(config, handles)
@@ -132,7 +135,13 @@ class Ingress:
         self.dispatcher.start()
         self._loading = asyncio.get_running_loop().create_task(self._load_models())
         # Serve's proxy appends `x-request-id` itself.
-        return create_app(self.config, self.models, self.dispatcher, add_request_id_header=False)
+        return create_app(
+            self.config,
+            self.models,
+            self.dispatcher,
+            api_keys=self.api_keys,
+            add_request_id_header=False,
+        )
 
     async def _load_models(self) -> None:
         for model in self.config.models:

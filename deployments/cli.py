@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -38,10 +40,12 @@ SERVE_ENV = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # Ten rounds a second take CPU from an engine on the same cores.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_guard:middlewares",
 }
 #: Of Ray's own processes, so it must be there when they start. By default actors run at niceness 15, and so would an
 #: engine on a CPU: whatever else the machine does, the client too, would come first.
 RAY_ENV = {"RAY_worker_niceness": "0"}
+RAY_TOKEN_ENV = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 class CliError(Exception):
@@ -129,6 +133,8 @@ def _serve(args: argparse.Namespace) -> int:
         update={"http_options": schema.http_options.model_copy(update={"host": host, "port": port})}
     )
     _check_port(host, port)
+    if args.address is None:
+        _check_api_keys(configs, host)
     _resolve_models(configs)
 
     import ray
@@ -207,6 +213,30 @@ def _check_port(host: str, port: int) -> None:
             ) from error
 
 
+def _check_api_keys(configs: dict[str, BlockserveConfig], host: str) -> None:
+    """Of a local cluster, whose ingress sees what this process sees: named before anything starts."""
+    from deployments.openai.api_keys import ApiKeysError, load_api_keys
+
+    for config in configs.values():
+        try:
+            keys = load_api_keys(config.security)
+        except ApiKeysError as error:
+            raise CliError(str(error)) from error
+        if keys is None and not _is_loopback(host):
+            print(
+                f"blockserve: {host} is reachable from other machines, and no API keys are configured "
+                "(`security.api_keys_env`, `security.api_keys_file`)",
+                file=sys.stderr,
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _resolve_models(configs: dict[str, BlockserveConfig]) -> None:
     """Downloads and converts what is not here yet, with progress bars, before any replica starts."""
     from replicas.checkpoints import resolve_checkpoint
@@ -238,6 +268,8 @@ def _start_ray(address: str | None, configs: dict[str, BlockserveConfig]) -> Non
                 "env_vars": {name: os.environ.get(name, value) for name, value in SERVE_ENV.items()}
             },
         }
+        _choose_ray_token()
+        _keep_loopback()
     for attempt in range(1, RAY_START_ATTEMPTS + 1):
         try:
             ray.init(log_to_driver=False, **arguments)
@@ -249,6 +281,24 @@ def _start_ray(address: str | None, configs: dict[str, BlockserveConfig]) -> Non
                 raise CliError(
                     f"Ray did not start; on a busy machine another try may do. {reason}"
                 ) from error
+
+
+def _choose_ray_token() -> None:
+    """Gives the new cluster a token of its own, in the environment of this process and its children only.
+
+    Ray turns token authentication on for a cluster that ``ray.init`` starts, but with ``~/.ray/auth_token``, which all
+    clusters of a user share. Whoever sets Ray's variables chooses otherwise.
+    """
+    if not any(os.environ.get(name) for name in RAY_TOKEN_ENV):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _keep_loopback() -> None:
+    """Ray replaces 127.0.0.1 as a node's address by that of a network card, and then listens on all of them. With the
+    loopback address left as it is, everything of the cluster listens there only."""
+    from ray._private import services
+
+    services.resolve_ip_for_localhost = lambda host: host
 
 
 def _raise_on_signals() -> None:

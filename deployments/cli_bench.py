@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -101,6 +102,11 @@ def _add_server_parser(kinds: Any) -> None:
     add("--threads", type=_count(1, 1024), metavar="N", help="of the engine (all CPUs of this process)")
     add("--compile", action="store_true", help="let vLLM compile the model (a minute at the first start)")
     add("--seed", type=_count(0, 2**31), default=0, metavar="N", help="of the random prompts")
+    add(
+        "--api-key-env",
+        metavar="NAME",
+        help="the environment variable with an API key that the servers ask for",
+    )
     add("--json", type=Path, metavar="FILE", dest="json_file", help="everything that was measured")
     server.set_defaults(run=_run_server)
 
@@ -113,6 +119,9 @@ def _run_server(args: argparse.Namespace) -> int:
     from replicas.errors import ModelLoadError
     from replicas.model_info import load_model_info
 
+    if args.api_key_env and not os.environ.get(args.api_key_env):
+        print(f"blockserve: `--api-key-env`: {args.api_key_env} is not set", file=sys.stderr)
+        return 1
     try:
         info = load_model_info(resolve_checkpoint(args.model))
         workload = Workload(
@@ -124,6 +133,7 @@ def _run_server(args: argparse.Namespace) -> int:
             kv_cache_memory_bytes=1 << 30,
             enforce_eager=not args.compile,
             threads=args.threads or len(available_cpus()),
+            api_key_env=args.api_key_env,
         )
         options = ServerBenchOptions(
             workload=workload,

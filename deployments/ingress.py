@@ -15,12 +15,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from configs.schema import BlockserveConfig
 from deployments.admission import AdmissionController
 from deployments.openai import page
+from deployments.openai.api_keys import ApiKeys, load_api_keys
 from deployments.openai.body import read_body
 from deployments.openai.contracts import Dispatcher, ModelEntry, ModelState
 from deployments.openai.errors import ClientGoneError, envelope, install_error_handlers
 from deployments.openai.generation import ChoiceDelta, Generation
 from deployments.openai.metrics import IngressMetrics, RequestRecord
-from deployments.openai.middleware import RequestContextMiddleware
+from deployments.openai.middleware import (
+    ApiKeyMiddleware,
+    EnvelopeCORSMiddleware,
+    HeaderLimitMiddleware,
+    RequestContextMiddleware,
+)
 from deployments.openai.openapi import ERRORS, describe, install_schemas
 from deployments.openai.protocol import (
     ChatCompletionRequest,
@@ -49,13 +55,15 @@ def create_app(
     models: Mapping[str, ModelEntry],
     dispatcher: Dispatcher,
     *,
+    api_keys: ApiKeys | None = None,
     add_request_id_header: bool = True,
 ) -> FastAPI:
     """The application's HTTP interface.
 
-    ``models`` maps model names to entries, and may be filled later: it is read at each request. Behind Serve's
-    HTTP proxy, which appends ``x-request-id`` to every response itself, ``add_request_id_header`` must be False,
-    or clients get it twice. Use the late-bound form there, so that nothing here is ever pickled::
+    ``models`` maps model names to entries, and may be filled later: it is read at each request. ``api_keys`` None
+    means those of ``config.security``; raises ``ApiKeysError`` when they cannot be read. Behind Serve's HTTP proxy,
+    which appends ``x-request-id`` to every response itself, ``add_request_id_header`` must be False, or clients get it
+    twice. Use the late-bound form there, so that nothing here is ever pickled::
 
         @serve.deployment
         @serve.ingress()
@@ -72,7 +80,14 @@ def create_app(
         redoc_url=None,
         responses=ERRORS,
     )
+    # From the inside out.
+    api_keys = api_keys or load_api_keys(config.security)
+    if api_keys is not None:
+        app.add_middleware(ApiKeyMiddleware, keys=api_keys, metrics_open=config.security.metrics_open)
+    app.add_middleware(HeaderLimitMiddleware, max_bytes=config.admission.max_header_bytes)
     app.add_middleware(RequestContextMiddleware, add_header=add_request_id_header)
+    if config.security.cors_allow_origins:
+        app.add_middleware(EnvelopeCORSMiddleware, allow_origins=config.security.cors_allow_origins)
     install_error_handlers(app)
     install_schemas(app)
     app.state.admission = admission = AdmissionController(config.admission)
@@ -92,7 +107,9 @@ def create_app(
         builder_class: type[ResponseBuilder],
     ) -> Response:
         arrival, deadline = time.monotonic(), time.time() + config.admission.request_timeout_s
-        body = await read_body(request, body_model, config.admission.max_body_bytes)
+        body = await read_body(
+            request, body_model, config.admission.max_body_bytes, config.admission.body_timeout_s
+        )
         entry = find(body.model)
         translated = await translate(body, entry, deadline=deadline)
         async with AsyncExitStack() as stack:
@@ -123,7 +140,9 @@ def create_app(
                 return Response(status_code=499)
             options = body.stream_options or StreamOptions()
             events = event_stream(builder, first, deltas, options, record.on_error)
-            return EventStreamResponse(events, stack.pop_all().aclose)
+            return EventStreamResponse(
+                events, stack.pop_all().aclose, config.admission.write_timeout_s, record.on_error
+            )
 
     @app.post(
         "/v1/chat/completions", openapi_extra=describe(ChatCompletionRequest, "ChatCompletion", streams=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import os
 import time
 from argparse import ArgumentParser
 from pathlib import Path
@@ -47,7 +48,11 @@ class Run:
         self.max_tokens: int = options.max_tokens
         self.stream: bool = not options.no_stream
         self.rows_file: str = options.rows_csv
-        available = [m["id"] for m in requests.get(f"{self.host}/v1/models", timeout=30).json()["data"]]
+        self.headers = _authorization(options.api_key_env)
+        listed = requests.get(f"{self.host}/v1/models", headers=self.headers, timeout=30)
+        if listed.status_code != 200:
+            raise SystemExit(f"{self.host}/v1/models: HTTP {listed.status_code}: {listed.text[:200]}")
+        available = [m["id"] for m in listed.json()["data"]]
         unknown = [name for name in options.model or [] if name not in available]
         if unknown or not available:
             raise SystemExit(f"--model {unknown}: the server has {available}")
@@ -75,7 +80,9 @@ class Run:
     def _ask_alone(self, model: str, prompt: Prompt) -> str:
         started = time.perf_counter()
         url = f"{self.host}/v1/chat/completions"
-        with requests.post(url, json=self.body(model, prompt), stream=True, timeout=600) as response:
+        with requests.post(
+            url, json=self.body(model, prompt), headers=self.headers, stream=True, timeout=600
+        ) as response:
             response.raise_for_status()
             result = measure(response, self.stream, started)
         if result.error:
@@ -101,6 +108,14 @@ class Run:
             print(f"right answers to prompts that have one: {right} of {len(known)}")
 
 
+def _authorization(name: str) -> dict[str, str]:
+    if not name:
+        return {}
+    if not os.environ.get(name):
+        raise SystemExit(f"--api-key-env: the environment variable {name} is not set")
+    return {"authorization": f"Bearer {os.environ[name]}"}
+
+
 #: The run of this process; Locust's event handlers have no other place to share it with its users.
 _runs: dict[str, Run] = {}
 
@@ -111,6 +126,10 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=8, help="different prompts for each model")
     parser.add_argument("--rows-csv", default="", help="a file for one row per request")
+    # The key itself would stand in the list of processes and in Locust's web interface.
+    parser.add_argument(
+        "--api-key-env", default="", help="the environment variable with the server's API key"
+    )
     parser.add_argument("--no-stream", action="store_true", help="whole answers; only E2E is measured")
 
 
@@ -147,6 +166,7 @@ class ChatUser(HttpUser):
 
     def on_start(self) -> None:
         self.run = _runs["run"]
+        self.client.headers.update(self.run.headers)
         self.index = next(self.run.user_numbers)  # so that users ask different things at once
 
     @task

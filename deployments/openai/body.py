@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from deployments.openai.errors import HTTPStatusError, from_validation
+from deployments.openai.errors import HTTPStatusError, from_validation, name_of
 from replicas.errors import InvalidRequestError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -20,11 +20,19 @@ _INLINE_BYTES = 64 * 1024
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_body(request: Request, model: type[Model], max_bytes: int) -> Model:
-    """The validated body of a request. Raises ``HTTPStatusError`` (400, 413, 415) and
-    ``InvalidRequestError`` (its field named)."""
+async def read_body(
+    request: Request, model: type[Model], max_bytes: int, timeout_s: float | None = None
+) -> Model:
+    """The validated body of a request, which must be here after ``timeout_s`` seconds. Raises ``HTTPStatusError``
+    (400, 408, 413, 415) and ``InvalidRequestError`` (its field named)."""
     _check_content_type(request.headers.get("content-type"))
-    raw = await _read_bytes(request, max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            raw = await _read_bytes(request, max_bytes)
+    except TimeoutError:
+        raise HTTPStatusError(
+            408, f"The body did not arrive within {timeout_s:g} seconds", code="body_timeout"
+        ) from None
     if len(raw) <= _INLINE_BYTES:
         return _parse(raw, model)
     return await asyncio.to_thread(_parse, raw, model)
@@ -71,12 +79,14 @@ def _parse(raw: bytes, model: type[Model]) -> Model:
         raise _bad_json("The body is not valid JSON: a number is too long") from None
     if not isinstance(data, dict):
         raise _bad_json(f"The body must be a JSON object, got {_kind(data)}")
-    if _SURROGATE_ESCAPE.search(raw):
-        _refuse_lone_surrogates(data, "")
     try:
+        if _SURROGATE_ESCAPE.search(raw):
+            _refuse_lone_surrogates(data, "")
         return model.model_validate(data)
     except ValidationError as error:
         raise from_validation(error) from None
+    except RecursionError:
+        raise _bad_json("The body is not valid JSON: nested too deeply") from None
 
 
 def _refuse_lone_surrogates(value: Any, where: str) -> None:
@@ -92,7 +102,7 @@ def _refuse_lone_surrogates(value: Any, where: str) -> None:
     elif isinstance(value, dict):
         for key, item in value.items():
             _refuse_lone_surrogates(key, where)
-            _refuse_lone_surrogates(item, f"{where}.{key}" if where else key)
+            _refuse_lone_surrogates(item, f"{where}.{name_of(key)}" if where else name_of(key))
     elif isinstance(value, list):
         for i, item in enumerate(value):
             _refuse_lone_surrogates(item, f"{where}[{i}]")

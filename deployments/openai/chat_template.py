@@ -18,7 +18,8 @@ _RESERVED_KWARGS = frozenset(
     {
         "conversation", "messages", "chat_template", "tools", "documents", "add_generation_prompt",
         "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
-        "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs",
+        "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "self",
+        "conversations", "raise_exception", "strftime_now",
     }
 )  # fmt: skip
 
@@ -128,15 +129,20 @@ class PromptEncoder:
                 f"`chat_template_kwargs`: {reserved[0]!r} cannot be set by a request",
                 param="chat_template_kwargs",
             )
+        if odd := [name for name in kwargs if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name)]:
+            raise InvalidRequestError(
+                f"`chat_template_kwargs`: {odd[0][:64]!a} is not the name of a template variable",
+                param="chat_template_kwargs",
+            )
         marker = _Marker()
-        masked = [
-            {key: value if key == "role" else self._mask(value, marker) for key, value in message.items()}
-            for message in messages
-        ]
-        kwargs = {key: self._mask(value, marker) for key, value in kwargs.items()}
-        if tools:
-            kwargs["tools"] = [self._mask(tool, marker) for tool in tools]
         try:
+            masked = [
+                {key: value if key == "role" else self._mask(value, marker) for key, value in message.items()}
+                for message in messages
+            ]
+            kwargs = {key: self._mask(value, marker) for key, value in kwargs.items()}
+            if tools:
+                kwargs["tools"] = [self._mask(tool, marker) for tool in tools]
             rendered = self._tokenizer.apply_chat_template(
                 masked, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )

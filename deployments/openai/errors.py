@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -34,6 +35,8 @@ _STATUS = {
     "slots_exhausted": 503,
     "request_aborted": 503,
 }
+#: Of requests that have not been read to their end: what still comes on the connection is not waited for.
+_CLOSING = (408, 413, 414, 431)
 #: Codes whose message is ours and may be shown; of other failures a client sees no inside.
 _INTERNAL_MESSAGE = "The server had an error while processing the request."
 
@@ -88,6 +91,8 @@ def error_response(error: BlockserveError) -> JSONResponse:
     headers = {}
     if status in (429, 503):
         headers["retry-after"] = str(math.ceil(getattr(error, "retry_after_s", 1.0)))
+    if status in _CLOSING:
+        headers["connection"] = "close"
     return JSONResponse(error_body(error), status_code=status, headers=headers)
 
 
@@ -101,7 +106,7 @@ def from_validation(error: ValidationError) -> InvalidRequestError:
     location = [part for part in problem["loc"] if not (isinstance(part, str) and "[" in part)]
     param = ""
     for part in location:
-        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
+        param += f"[{part}]" if isinstance(part, int) else f".{name_of(part)}" if param else name_of(part)
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         text = f"`{param}` is required"
@@ -113,6 +118,11 @@ def from_validation(error: ValidationError) -> InvalidRequestError:
     else:
         text = f"`{param}`: {message[:1].lower()}{message[1:]}, got {_short(problem['input'])}"
     return InvalidRequestError(text, param=param or None)
+
+
+def name_of(key: str) -> str:
+    """A key as part of a ``param``. A client may have chosen it: bounded, and without line ends and markup."""
+    return key if re.fullmatch(r"[\w.-]{1,64}", key, re.ASCII) else ascii(key[:64])
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -128,9 +138,9 @@ def install_error_handlers(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         message, code = str(error.detail), None
         if error.status_code == 404:
-            message, code = f"Unknown path: {request.method} {request.url.path[:256]}", "not_found"
+            message, code = f"Unknown path: {_what(request)}", "not_found"
         elif error.status_code == 405:
-            message = f"Method not allowed: {request.method} {request.url.path[:256]}"
+            message = f"Method not allowed: {_what(request)}"
             code = "method_not_allowed"
         return JSONResponse(
             envelope(error.status_code, message, code=code), error.status_code, headers=error.headers
@@ -139,6 +149,11 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
         return JSONResponse(envelope(400, str(error.errors()[0]["msg"]), code="invalid_request"), 400)
+
+
+def _what(request: Request) -> str:
+    # Not `request.url`, which is put together with the client's Host header and then parsed.
+    return f"{request.method[:32]} {request.scope['path'][:256]!a}"
 
 
 def _is_small(value: Any) -> bool:

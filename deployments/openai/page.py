@@ -24,6 +24,7 @@ HTML = """<!doctype html>
   #log { min-height: 50vh; margin: 1rem 0; }
   .m { white-space: pre-wrap; overflow-wrap: anywhere; padding: .5rem .75rem; margin: .5rem 0; }
   .user { background: #e8eef7; } .assistant { background: #f3f3f1; } .error { background: #fbe3e1; }
+  [hidden] { display: none !important; } input { flex: 1; font: inherit; padding: .4rem; }
   textarea { flex: 1; font: inherit; padding: .5rem; } button, select { font: inherit; padding: .4rem .7rem; }
   footer { color: #666; font-size: .85rem; min-height: 1.5em; }
 </style>
@@ -32,6 +33,10 @@ HTML = """<!doctype html>
 <header><h1>Blockserve</h1>
   <label for="model">Model</label> <select id="model"></select>
   <button id="clear" type="button">New chat</button></header>
+<form id="keyform" hidden>
+  <label for="key">API key</label> <input id="key" type="password" autocomplete="off" spellcheck="false">
+  <button>Use</button>
+</form>
 <div id="log" aria-live="polite"></div>
 <form id="form">
   <textarea id="text" rows="2" aria-label="Message" placeholder="Message"></textarea>
@@ -41,7 +46,8 @@ HTML = """<!doctype html>
 <script>
 "use strict";
 const $ = id => document.getElementById(id);
-let turns = [], controller = null;
+// The key lives in this variable only; a reload asks for it again.
+let turns = [], controller = null, key = "";
 
 function show(kind, text) {
   const node = document.createElement("div");
@@ -52,10 +58,28 @@ function show(kind, text) {
   return node;
 }
 
-async function models() {
-  const list = await (await fetch("v1/models")).json();
-  for (const model of list.data) $("model").append(new Option(model.id, model.id));
+async function call(path, options = {}) {
+  const headers = {...options.headers, ...(key && {authorization: "Bearer " + key})};
+  const response = await fetch(path, {...options, headers});
+  if (response.status === 401) $("keyform").hidden = false;
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  return response;
 }
+
+async function models() {
+  const list = await (await call("v1/models")).json();
+  $("model").replaceChildren(...list.data.map(model => new Option(model.id, model.id)));
+}
+
+const loadModels = () =>
+  $("keyform").addEventListener("submit", event => {
+  event.preventDefault();
+  key = $("key").value.trim();
+  $("key").value = "";
+  $("keyform").hidden = true;
+  loadModels();
+});
+loadModels();
 
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -84,11 +108,10 @@ async function send(text) {
   $("stop").disabled = false;
   $("status").textContent = "";
   try {
-    const response = await fetch("v1/chat/completions", {
+    const response = await call("v1/chat/completions", {
       method: "POST", signal: controller.signal, headers: {"content-type": "application/json"},
       body: JSON.stringify({model: $("model").value, messages: turns, stream: true, temperature: 0,
                             stream_options: {include_usage: true}})});
-    if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       const piece = event.choices[0]?.delta?.content;
@@ -129,7 +152,14 @@ $("clear").addEventListener("click", () => {
   turns = [];
   $("log").replaceChildren();
 });
-models().catch(error => show("error", "The model list could not be loaded: " + error.message));
+$("keyform").addEventListener("submit", event => {
+  event.preventDefault();
+  key = $("key").value.trim();
+  $("key").value = "";
+  $("keyform").hidden = true;
+  loadModels();
+});
+loadModels();
 </script>
 </body>
 </html>

@@ -16,7 +16,7 @@ from deployments.openai.errors import ClientGoneError
 from deployments.openai.generation import ChoiceDelta
 from deployments.openai.protocol import StreamOptions
 from deployments.openai.responses import ResponseBuilder
-from replicas.errors import BlockserveError
+from replicas.errors import BlockserveError, SlowConsumerError
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +55,25 @@ class EventStreamResponse(Response):
     """Sends an event stream. Whatever happens (the client leaves, sending fails, this task is cancelled), the
     stream is closed and ``on_close`` is awaited, exactly once, before the response returns.
 
-    Starlette's own StreamingResponse leaves an abandoned generator to the garbage collector.
+    A client that does not take an event for ``write_timeout_s`` ends its stream like one that has left;
+    ``on_error`` is told. Starlette's own StreamingResponse leaves an abandoned generator to the garbage collector.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], on_close: Callable[[], Awaitable[object]]
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_close: Callable[[], Awaitable[object]],
+        write_timeout_s: float | None = None,
+        on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._on_close = on_close
+        self._write_timeout_s = write_timeout_s
+        self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.ensure_future(self._send(send))
@@ -82,14 +89,18 @@ class EventStreamResponse(Response):
             sender.result()
 
     async def _send(self, send: Send) -> None:
+        limit = asyncio.timeout(None)
         try:
             async with aclosing(self._events) as events:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    async with asyncio.timeout(self._write_timeout_s) as limit:
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError:
-            pass  # the client is gone
+        except OSError:  # the client is gone, or reads nothing
+            if limit.expired() and self._on_error is not None:
+                message = f"the client took nothing of its stream for {self._write_timeout_s:g} s"
+                self._on_error(SlowConsumerError(message))
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -30,7 +30,7 @@ _SEED_RANGE = 2**63
 _DIFFUSION_FIELDS = ("steps", "threshold", "editing_threshold", "max_post_steps", "eos_early_stop")
 #: Extensions of peers that change the output; accepting and ignoring them would be a lie.
 _UNSUPPORTED_EXTRAS = (
-    "best_of", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "length_penalty",
+    "best_of", "chat_template", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "length_penalty",
     "prompt_logprobs", "use_beam_search",
 )  # fmt: skip
 

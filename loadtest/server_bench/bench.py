@@ -80,7 +80,12 @@ def _drive(
         for _ in range(count)
     ]
     before = server.front_end_cpu_s(), server.other_cpu_s()
-    job = {"url": server.url, "bodies": bodies, "concurrency": concurrency}
+    job = {
+        "url": server.url,
+        "bodies": bodies,
+        "concurrency": concurrency,
+        "api_key_env": options.workload.api_key_env,
+    }
     done = subprocess.run(
         [sys.executable, "-P", "-m", "loadtest.server_bench.client"],
         input=json.dumps(job),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -41,13 +42,16 @@ async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any])
     }
 
 
-async def run(url: str, bodies: list[dict[str, Any]], concurrency: int) -> dict[str, Any]:
+async def run(
+    url: str, bodies: list[dict[str, Any]], concurrency: int, api_key: str | None = None
+) -> dict[str, Any]:
     """All bodies, ``concurrency`` at once; a user begins its next request when its last one has ended."""
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     waiting = list(enumerate(bodies))[::-1]
     results: list[dict[str, Any] | None] = [None] * len(bodies)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
 
         async def user() -> None:
             while waiting:
@@ -61,7 +65,8 @@ async def run(url: str, bodies: list[dict[str, Any]], concurrency: int) -> dict[
 
 def main() -> None:
     job = json.load(sys.stdin)
-    print(json.dumps(asyncio.run(run(job["url"], job["bodies"], job["concurrency"]))))
+    api_key = os.environ[job["api_key_env"]] if job.get("api_key_env") else None
+    print(json.dumps(asyncio.run(run(job["url"], job["bodies"], job["concurrency"], api_key))))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ START_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Workload:
-    """Model and engine arguments of both servers."""
+    """Model and engine arguments of both servers. ``api_key_env``: the environment variable with the key that both ask
+    for; None is none."""
 
     path: str
     dtype: str
@@ -34,6 +35,7 @@ class Workload:
     kv_cache_memory_bytes: int
     enforce_eager: bool
     threads: int
+    api_key_env: str | None = None
 
 
 class Server:
@@ -102,7 +104,7 @@ def _blockserve(workload: Workload, port: int, folder: Path) -> list[str]:
         "enforce_eager": workload.enforce_eager,
         "num_threads": workload.threads,
     }
-    application = {
+    application: dict[str, Any] = {
         "name": "blockserve",
         "route_prefix": "/",
         "import_path": "deployments.app:build",
@@ -112,6 +114,8 @@ def _blockserve(workload: Workload, port: int, folder: Path) -> list[str]:
             "batching": {"max_batch_size": 32},
         },
     }
+    if workload.api_key_env:
+        application["args"]["security"] = {"api_keys_env": workload.api_key_env}
     file = folder / "config.yaml"
     # JSON is YAML.
     file.write_text(
@@ -161,6 +165,8 @@ def _environment(name: str, workload: Workload) -> dict[str, str]:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
+        if workload.api_key_env:
+            environment["VLLM_API_KEY"] = os.environ[workload.api_key_env]
     return environment
 
 

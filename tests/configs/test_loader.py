@@ -37,7 +37,7 @@ def test_the_local_file() -> None:
         ),
         (
             {"models": [MODEL], "zzzzzzz": 1},
-            "args.zzzzzzz: unknown key; allowed are admission, batching, ingress, models",
+            "args.zzzzzzz: unknown key; allowed are admission, batching, ingress, models, security",
         ),
         (
             {"models": [MODEL | {"engine": {"max_num_seqs": 0}}]},

@@ -138,3 +138,25 @@ def test_an_unknown_model_is_named(serve_stub) -> None:
     done = run_locust(serve_stub(stub()), "--model", "other")
     assert done.returncode != 0
     assert "other" in done.stdout + done.stderr
+
+
+def test_a_server_with_keys(serve_stub, monkeypatch) -> None:
+    app = stub()
+
+    @app.middleware("http")
+    async def needs_key(request: Request, call_next):
+        if request.headers.get("authorization") != "Bearer a-key-of-the-load-test":
+            return JSONResponse({"error": {"message": "no key"}}, 401)
+        return await call_next(request)
+
+    host = serve_stub(app)
+    monkeypatch.setenv("LOAD_KEY", "a-key-of-the-load-test")
+    right = run_locust(host, "--api-key-env", "LOAD_KEY", "--no-stream")
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert "a-key-of-the-load-test" not in right.stdout + right.stderr
+    without = run_locust(host)
+    assert without.returncode != 0
+    assert "HTTP 401" in without.stdout + without.stderr
+    unset = run_locust(host, "--api-key-env", "LOAD_KEY_THAT_IS_NOT_SET")
+    assert unset.returncode != 0
+    assert "LOAD_KEY_THAT_IS_NOT_SET is not set" in unset.stdout + unset.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -13,6 +14,8 @@ from loadtest.server_bench import bench, client, servers
 
 async def completions(request: web.Request) -> web.StreamResponse:
     body = await request.json()
+    if body["prompt"] == [9] and request.headers.get("authorization") != "Bearer a-key-of-the-bench":
+        return web.json_response({"error": {"message": "no key"}}, status=401)
     if body["prompt"] == [0]:
         return web.json_response({"error": {"message": "no"}}, status=400)
     response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -52,6 +55,25 @@ async def test_the_client_runs_all_requests_and_times_the_first_chunk(url: str) 
 async def test_a_refused_request_ends_the_run(url: str) -> None:
     with pytest.raises(RuntimeError, match="status 400"):
         await client.run(url, [{"prompt": [0], "max_tokens": 3}], concurrency=1)
+
+
+async def test_the_client_shows_its_key(url: str) -> None:
+    bodies = [{"prompt": [9], "max_tokens": 1}]
+    assert (await client.run(url, bodies, 1, "a-key-of-the-bench"))["requests"][0]["tokens"] == 1
+    with pytest.raises(RuntimeError, match="status 401"):
+        await client.run(url, bodies, 1)
+
+
+def test_both_servers_ask_for_the_key_and_no_command_line_holds_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("BENCH_KEY", "a-key-of-the-bench")
+    workload = servers.Workload("m", "float32", 1, 128, 128, 1 << 20, True, 1, api_key_env="BENCH_KEY")
+    command = servers._blockserve(workload, 1, tmp_path) + servers._vllm(workload, 1)
+    assert "a-key-of-the-bench" not in " ".join(command)
+    text = (tmp_path / "config.yaml").read_text()
+    assert "a-key-of-the-bench" not in text
+    application = json.loads(text)["applications"][0]
+    assert application["args"]["security"] == {"api_keys_env": "BENCH_KEY"}
+    assert servers._environment("vllm", workload)["VLLM_API_KEY"] == "a-key-of-the-bench"
 
 
 def run_of(
