@@ -46,6 +46,18 @@ def test_a_seeded_request_alone_and_among_seven_others(client):
     assert alone != greedy(client, max_tokens=40, ignore_eos=True)
 
 
+def test_a_seeded_prompt_in_chunks_draws_the_same_alone_and_among_others(client):
+    """Chunks are cut by what else the step computes; the tokens drawn after them, but the last, do not count."""
+    limit = client.engine._llm.vllm_config.scheduler_config.max_num_batched_tokens
+    prompt = [5 + i * 7 % 490 for i in range(limit + 117)]
+    seeded = request("long", prompt, max_tokens=24, temperature=0.9, seed=11, ignore_eos=True)
+    others = [request(f"o{i}", PROMPT, max_tokens=30, temperature=1.0, seed=i) for i in range(7)]
+    (alone,) = client.tokens(seeded)
+    assert client.tokens(*others, seeded)[-1] == alone
+    (short,) = client.tokens(dataclasses.replace(seeded, prompt_token_ids=tuple(PROMPT)))
+    assert short != alone
+
+
 def test_other_seeds_give_other_tokens_and_top_k_1_is_greedy(client):
     drawn = client.tokens(*(request(f"n{i}", PROMPT, max_tokens=32, temperature=1.0) for i in range(4)))
     assert len({tuple(tokens) for tokens in drawn}) == 4

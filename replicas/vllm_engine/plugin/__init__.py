@@ -1,7 +1,7 @@
 """LLaDA2 for vLLM, through its own hooks for diffusion models.
 
-The entry point ``vllm.general_plugins`` names ``register``: vLLM calls it in each of its processes.
-Nothing changes for other models.
+The entry point ``vllm.general_plugins`` names ``register``: vLLM calls it in each of its processes. For other models
+nothing changes but what ``cpu_seeds`` mends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
+    from replicas.vllm_engine.plugin.cpu_seeds import keep_seeds_of_chunked_prompts
     from replicas.vllm_engine.plugin.hf_config import LLaDA2MoeConfig
     from replicas.vllm_engine.plugin.vllm_config import (
         BlockDiffusionConfig,
@@ -26,3 +27,4 @@ def register() -> None:
         ModelRegistry.register_model(ARCHITECTURE, "replicas.vllm_engine.plugin.model:LLaDA2MoeModelLM")
     MODELS_CONFIG_MAP[ARCHITECTURE] = BlockDiffusionConfig
     allow_model_runner_without_triton()
+    keep_seeds_of_chunked_prompts()

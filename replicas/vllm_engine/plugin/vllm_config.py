@@ -45,7 +45,7 @@ def allow_model_runner_without_triton() -> None:
     """vLLM's second model runner, the one for diffusion models, asks for Triton, which the CPU build lacks.
 
     There ``cpu_kernels`` stands in for the kernels that such a model reaches; so the question is not asked for
-    diffusion models. These two names are the only ones of vLLM that are replaced.
+    diffusion models. Beside these two names of vLLM, ``cpu_seeds`` replaces two more.
     """
     if HAS_TRITON or getattr(VllmConfig, "_blockserve_runner", False):
         return
