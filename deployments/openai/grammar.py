@@ -137,10 +137,15 @@ def _problem(grammar: str) -> str:
     """Why the library cannot run a grammar; "" when it can."""
     from llguidance import LLMatcher
 
-    if problem := LLMatcher.validate_grammar(grammar):
-        return _readable(problem)
-    # Some limits show only when a matcher is made; bytes are a vocabulary that every tokenizer's tokens consist of.
-    return _readable(LLMatcher(_byte_tokenizer(), grammar, log_level=0).get_error())
+    try:
+        if problem := LLMatcher.validate_grammar(grammar):
+            return _readable(problem)
+        # Some limits show only when a matcher is made; all that tokens stand for is bytes.
+        return _readable(LLMatcher(_byte_tokenizer(), grammar, log_level=0).get_error())
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        return f"the library failed on it ({type(error).__name__})"
 
 
 @functools.cache

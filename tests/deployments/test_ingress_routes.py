@@ -240,7 +240,14 @@ async def test_the_own_openapi_document_has_no_dangling_reference():
         response = await client.get("/openapi.json")
     schemas = response.json()["components"]["schemas"]
     names = set(re.findall(r'"#/components/schemas/([^"]+)"', response.text))
-    assert {"ChatCompletionRequest", "CompletionRequest", "ChatMessage"} <= names <= schemas.keys()
+    bodies = {
+        "ChatCompletionRequest",
+        "CompletionRequest",
+        "ResponsesRequest",
+        "TokenizeRequest",
+        "DetokenizeRequest",
+    }
+    assert bodies | {"ChatMessage", "Tool", "ErrorResponse"} <= names <= schemas.keys()
 
 
 async def test_a_model_whose_tokenizer_is_loading_is_503():
