@@ -85,8 +85,6 @@ def _parse(raw: bytes, model: type[Model]) -> Model:
         return model.model_validate(data)
     except ValidationError as error:
         raise from_validation(error) from None
-    except RecursionError:
-        raise _bad_json("The body is not valid JSON: nested too deeply") from None
 
 
 def _refuse_lone_surrogates(value: Any, where: str) -> None:

@@ -429,13 +429,15 @@ NASTY = [
 async def test_a_models_name_is_only_a_name(name):
     async with client_for() as client:
         posted = await client.post("/v1/chat/completions", json=CHAT | {"model": name})
-        got = await asgi_get(client.app, "/v1/models/" + name.replace("\r\n", " "))
+        got = await asgi_get(client.app, "/v1/models/" + name)
         got = httpx.Response(got["status"], headers=got["headers"], content=got["body"])
         for response in (posted, got):
             assert response.status_code == 404
-            error = response.json()["error"]
-            assert error["code"] == "model_not_found"
-            assert error["message"] == f"The model {name[:128]!a} does not exist"
+            # No route matches a line end.
+            unknown_path = f"Unknown path: GET {'/v1/models/' + name!a}"
+            by_route = response is got and "\n" in name
+            expected = unknown_path if by_route else f"The model {name[:128]!a} does not exist"
+            assert response.json()["error"]["message"] == expected
             assert response.headers["content-type"] == "application/json"
             assert "x-evil" not in response.headers
 
