@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from configs.schema import BlockserveConfig
@@ -164,7 +164,7 @@ def create_app(
             {"status": "not ready", "models": listed, **content}, 503, headers={"retry-after": "1"}
         )
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
         return Response(
             metrics.render(await dispatcher.model_states()), headers={"content-type": CONTENT_TYPE_LATEST}

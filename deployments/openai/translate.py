@@ -163,7 +163,8 @@ def _logit_bias(body: GenerationBody, entry: ModelEntry) -> tuple[tuple[int, flo
     for key, value in body.logit_bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= 20 and int(key) < size):
             raise InvalidRequestError(
-                f"`logit_bias`: keys must be token ids of 0 to {size - 1}, got {key[:32]!a}", param="logit_bias"
+                f"`logit_bias`: keys must be token ids of 0 to {size - 1}, got {key[:32]!a}",
+                param="logit_bias",
             )
         if value:
             pairs.append((int(key), value))
