@@ -1,7 +1,6 @@
 """langchain-tests' standard suite for chat models; run by test_langchain.py, inside the clients' environment.
 
-`SERVER_URL` is the server's address. A test is marked xfail where its outcome depends on what the model knows, or
-where the server does not have the feature yet.
+`SERVER_URL` is the server's address. Which tests may fail, and why, stands there.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests

@@ -1,4 +1,4 @@
-"""The text of a stream is the text without streaming: prompts of every script and of no script at all, any stop string."""
+"""The text of a stream is the text without streaming: prompts of any script, or of none, and any stop strings."""
 
 from __future__ import annotations
 
