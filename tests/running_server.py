@@ -20,7 +20,7 @@ import pytest
 import yaml
 from local_ports import free_port
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parent / "golden"
 START_TIMEOUT_S = 240
 NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
