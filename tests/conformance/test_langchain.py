@@ -12,15 +12,6 @@ from running_server import Server
 pytestmark = [pytest.mark.conformance, NEEDS_CLIENTS, pytest.mark.timeout(1800)]
 
 SUITE = Path(__file__).parent / "langchain_suite.py"
-#: Refused by name so far, so they fail; those that pass are printed, and then belong out of here.
-NOT_YET = {
-    "test_agent_loop", "test_bind_runnables_as_tools", "test_json_mode", "test_structured_few_shot_examples",
-    "test_structured_output", "test_structured_output_async", "test_structured_output_optional_param",
-    "test_structured_output_pydantic_2_v1", "test_tool_calling", "test_tool_calling_async",
-    "test_tool_calling_with_no_arguments", "test_tool_choice", "test_tool_message_error_status",
-    "test_tool_message_histories_list_content", "test_tool_message_histories_string_content",
-    "test_unicode_tool_call_integration",
-}  # fmt: skip
 #: Needs a model that chooses a tool by itself, or fills in what the question said (3; a Chinese name): not these two.
 NEEDS_SENSE = {
     "test_agent_loop", "test_tool_calling", "test_tool_calling_async", "test_unicode_tool_call_integration",
@@ -51,9 +42,9 @@ def test_standard_suite(chat_server: Server, tmp_path: Path) -> None:
         outcomes[outcome].add(f"{case.get('classname', '').rsplit('.', 1)[-1]}::{case.get('name')}")
     base = {name: {test.split("::")[1].split("[")[0] for test in tests} for name, tests in outcomes.items()}
     print({name: len(tests) for name, tests in outcomes.items()})
-    print("pass, though not expected to:", sorted(base["passed"] & (NOT_YET | NEEDS_SENSE)))
+    print("pass, though not expected to:", sorted(base["passed"] & NEEDS_SENSE))
     assert not outcomes["error"]
-    assert base["failure"] <= NOT_YET | NEEDS_SENSE, done.stdout[-8000:]
+    assert base["failure"] <= NEEDS_SENSE, done.stdout[-8000:]
     assert base["skipped"] <= SKIPPED
     assert {"test_invoke", "test_astream", "test_usage_metadata_streaming", "test_stop_sequence"} <= base[
         "passed"

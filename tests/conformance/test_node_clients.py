@@ -18,8 +18,6 @@ pytestmark = [
 ]
 SCRIPTS = Path(__file__).parent / "node"
 MODELS = ["tools", "words"]
-#: The endpoint refuses tools and JSON schemas so far.
-NOT_YET = pytest.mark.xfail(reason="tools and response_format are refused by name so far")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +83,6 @@ def test_ai_sdk(chat_server: Server, installed: Path, model: str) -> None:
     assert result["missing"] == {"status": 404, "message": "The model 'nope' does not exist"}
 
 
-@NOT_YET
 @pytest.mark.parametrize("script", ["openai.mjs", "ai_sdk.mjs"])
 def test_tools_and_json_schema(chat_server: Server, installed: Path, script: str) -> None:
     """A random model is forced: its arguments and its JSON are what the schema allows."""

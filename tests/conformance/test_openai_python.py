@@ -11,13 +11,6 @@ import pytest
 from running_server import Server
 
 MODELS = ["qwen", "llada"]
-# TODO: plain MODELS once the engines give logprobs of block diffusion; the tests are written for both.
-LOGPROBS = [
-    "qwen",
-    pytest.param(
-        "llada", marks=pytest.mark.xfail(raises=openai.BadRequestError, strict=True, reason="not there yet")
-    ),
-]
 MESSAGES = [{"role": "user", "content": "hello"}]
 GREEDY = {"messages": MESSAGES, "temperature": 0, "max_completion_tokens": 40}
 USAGE = {"include_usage": True}
@@ -142,7 +135,7 @@ def test_stop(client: openai.OpenAI, model: str, stream: bool) -> None:
     assert shown == text[: text.index(stop)]
 
 
-@pytest.mark.parametrize("model", LOGPROBS)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat_logprobs(client: openai.OpenAI, model: str, stream: bool) -> None:
     request = {"model": model, **GREEDY, "logprobs": True, "top_logprobs": 3}
@@ -167,7 +160,7 @@ def test_chat_logprobs(client: openai.OpenAI, model: str, stream: bool) -> None:
     assert pieces.decode("utf-8", "replace").startswith(text)
 
 
-@pytest.mark.parametrize("model", LOGPROBS)
+@pytest.mark.parametrize("model", MODELS)
 def test_completion_logprobs(client: openai.OpenAI, model: str) -> None:
     answer = client.completions.create(model=model, prompt="hello", max_tokens=20, temperature=0, logprobs=2)
     logprobs = answer.choices[0].logprobs

@@ -85,19 +85,14 @@ def test_models(server: Server) -> None:
         assert one == model
 
 
-SERVES_PROXY = pytest.mark.xfail(
-    strict=True, reason="Ray Serve's proxy echoes any id, before the ingress sees it"
-)
-
-
 @pytest.mark.parametrize(
     ("given", "echo"),
     [
         ("abc-123", True),
         ("x" * 128, True),
         (None, False),
-        pytest.param("x" * 129, False, marks=SERVES_PROXY),
-        pytest.param("a b", False, marks=SERVES_PROXY),
+        ("x" * 129, False),
+        ("a b", False),
     ],
 )
 def test_request_id_is_echoed_when_it_is_bounded(server: Server, given: str | None, echo: bool) -> None:
