@@ -99,9 +99,20 @@ async def compare(
         stopped = body | {"stop": some_stops(rng, free)}
         plain = await ask(client, path, stopped)
         streamed = await ask(client, path, stopped | {"stream": True})
+    return path, stopped, free, plain, streamed
+
+
+def assert_equal(path: str, stopped: dict, free: str, plain: str, streamed: str) -> None:
     assert streamed == plain, (path, stopped)
     assert plain == expected(free, stopped["stop"]), (path, stopped, free)
-    return plain, free
+
+
+async def ask_alone(client: httpx.AsyncClient, path: str, stopped: dict) -> tuple[str, str, str]:
+    """Three times with nothing beside it and the same prefix in the cache, so that the logits are the same bits."""
+    body = {name: value for name, value in stopped.items() if name != "stop"}
+    await ask(client, path, body)
+    free = await ask(client, path, body)
+    return free, await ask(client, path, stopped), await ask(client, path, stopped | {"stream": True})
 
 
 @pytest.mark.timeout(1800)
@@ -110,14 +121,26 @@ async def compare(
 async def test_stream_equals_whole(server: Server, model: str, prompts: int) -> None:
     """Both with stop strings, and each equal to the text without any, cut where the first one is complete.
 
-    Equal texts have equal U+FFFD: a stream shows none that the whole text does not hold."""
+    Equal texts have equal U+FFFD: a stream shows none that the whole text does not hold. In batches of different sizes
+    logits are rounded differently, and a draw may lie on the border between two tokens: such a text is asked for again,
+    alone. There may be few of them."""
     gate = asyncio.Semaphore(AT_ONCE)
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         results = await asyncio.gather(
             *(compare(client, random.Random(SEED + i), model, gate) for i in range(prompts))
         )
-    cut = sum(plain != free for plain, free in results)
+        again = [
+            result
+            for result in results
+            if result[4] != result[3] or result[3] != expected(result[2], result[1]["stop"])
+        ]
+        assert len(again) <= max(1, prompts // 100), again
+        for path, stopped, *_ in again:
+            assert_equal(path, stopped, *await ask_alone(client, path, stopped))
+    cut = sum(plain != free for _, _, free, plain, _ in results)
     assert 0 < cut < prompts
-    broken = sum("\ufffd" in free for _, free in results)
-    print(f"{model}: {prompts} prompts, {cut} cut by a stop string, {broken} with U+FFFD")
+    broken = sum("\ufffd" in free for _, _, free, _, _ in results)
+    print(
+        f"{model}: {prompts} prompts, {cut} cut by a stop string, {broken} with U+FFFD, {len(again)} asked again alone"
+    )
     assert broken, "no text was broken: this test would see nothing"
