@@ -61,6 +61,11 @@ class PromptEncoder:
         self.longest_token = max(map(len, self._plain.get_vocab(with_added_tokens=True)), default=1)
 
     @property
+    def control_tokens(self) -> tuple[str, ...]:
+        """Texts of the tokens that the tokenizer marks as special."""
+        return tuple(self._texts)
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 

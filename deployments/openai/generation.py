@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deployments.openai.contracts import Dispatcher, ModelEntry
 from deployments.openai.detokenize import StopChecker
@@ -36,8 +36,14 @@ class Choice:
     """State of one choice; feeds tokens through the detokenizer and the stop strings one by one."""
 
     def __init__(
-        self, index: int, request: GenerationRequest, entry: ModelEntry, stop: tuple[str, ...]
+        self,
+        index: int,
+        request: GenerationRequest,
+        entry: ModelEntry,
+        stop: tuple[str, ...],
+        grammar_param: str | None = None,
     ) -> None:
+        self._grammar_param = grammar_param
         self.index = index
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_tokens = 0
@@ -82,10 +88,15 @@ class Choice:
             return text
         return self._stop.feed(text)
 
-    @staticmethod
-    def _raise_failure(output: RequestOutput) -> None:
-        if output.error is not None:
-            raise GenerationFailedError(output.error)
+    def _raise_failure(self, output: RequestOutput) -> None:
+        error = output.error
+        if error is not None:
+            if (
+                error.param == "grammar" and self._grammar_param is not None
+            ):  # our name for it, not the client's
+                message = error.message.replace("`grammar`", f"`{self._grammar_param}`")
+                error = replace(error, message=message, param=self._grammar_param)
+            raise GenerationFailedError(error)
         if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             raise GenerationFailedError(
                 RequestError("request_aborted", "The request was aborted by the server", retryable=True)
@@ -100,7 +111,8 @@ class Generation:
         self._requests = translated.requests
         self._dispatcher = dispatcher
         self.choices = [
-            Choice(i, request, entry, translated.stop) for i, request in enumerate(translated.requests)
+            Choice(i, request, entry, translated.stop, translated.grammar_param)
+            for i, request in enumerate(translated.requests)
         ]
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from deployments.openai.formats import ResponseFormat, StructuredOutputs
 from deployments.openai.json_schema import check_schema
 from deployments.openai.tools import Tool, ToolPlan
 from replicas.errors import InvalidRequestError
+from replicas.grammars import try_grammar
 
 #: Separators are fixed and nothing else may be blank: a small model that may emit a blank can emit them for ever.
 #: They are those of ``json.dumps``, which is how chat templates show JSON to a model.
@@ -30,30 +32,55 @@ def make_grammar(
     structured: StructuredOutputs | None,
     plan: ToolPlan | None,
     tag_ids: Mapping[str, int] | None = None,
+    control_tokens: Collection[str] = (),
 ) -> str | None:
     """The grammar of a whole answer, or None when everything is allowed.
 
     Tool calls that the client insists on are the whole answer. Where the model may call tools, it either does or
-    answers in the format asked for. ``tag_ids``: those of ``TAGS`` that are one token of the model. Raises
+    answers in the format asked for. ``tag_ids``: those of ``TAGS`` that are one token of the model;
+    ``control_tokens``: texts of its control tokens, which a grammar cannot ask for as text. Raises
     ``InvalidRequestError`` (the field named). Slow: call it in a thread.
     """
+    grammar, param = _make(response_format, structured, plan, tag_ids)
+    if grammar is not None:
+        for token in control_tokens:
+            if token in grammar or json.dumps(token)[1:-1] in grammar:
+                raise InvalidRequestError(
+                    f"`{param}` cannot be enforced: it holds the text of a control token, {token[:64]!a}",
+                    param=param,
+                )
+    return grammar
+
+
+def _make(
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    plan: ToolPlan | None,
+    tag_ids: Mapping[str, int] | None,
+) -> tuple[str | None, str]:
+    """The grammar, and the field that asked for it."""
     if plan is not None and plan.forced:
+        if structured is not None:
+            param = f"structured_outputs.{structured.constraint()[0]}"
+            raise InvalidRequestError(
+                f"`{param}` cannot be combined with a `tool_choice` that forces a call", param=param
+            )
         tools = [plan.tool(plan.named)] if plan.named else list(plan.tools)
         several = plan.parallel and plan.named is None
         _check_calls("start: calls\n", tools, several, plan)
-        return "start: calls\n" + _calls(tools, several, tag_ids or {})
+        return "start: calls\n" + _calls(tools, several, tag_ids or {}), "tools"
     answer, param = _answer(response_format, structured)
     if answer is None:
-        return None
+        return None, ""
     grammar = answer if param == "structured_outputs.grammar" else f"start: {answer}\n"
     _check(grammar, param)
     if plan is None:
-        return grammar
+        return grammar, param
     if grammar is answer:
         raise InvalidRequestError(f"`{param}` cannot be combined with `tools`", param=param)
     head = f"start: answer | calls\nanswer: {answer}\n"
     _check_calls(head, list(plan.tools), plan.parallel, plan)
-    return head + _calls(list(plan.tools), plan.parallel, tag_ids or {})
+    return head + _calls(list(plan.tools), plan.parallel, tag_ids or {}), param
 
 
 def _answer(
@@ -140,26 +167,19 @@ def _problem(grammar: str) -> str:
     try:
         if problem := LLMatcher.validate_grammar(grammar):
             return _readable(problem)
-        # Some limits show only when a matcher is made; all that tokens stand for is bytes.
-        return _readable(LLMatcher(_byte_tokenizer(), grammar, log_level=0).get_error())
+        return _readable(try_grammar(grammar))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the library is no Exception
         return f"the library failed on it ({type(error).__name__})"
 
 
-@functools.cache
-def _byte_tokenizer() -> Any:
-    from llguidance import LLTokenizer
-
-    return LLTokenizer("byte")
-
-
 def _readable(problem: str) -> str:
     """The library's message without its excerpt of our grammar."""
-    lines = problem.split("\n   1 |")[0].split("<backtrace>")[0].splitlines()
+    lines = re.split(r"\n +[0-9]+ \| |<backtrace>|<non-verbose/>", problem)[0].splitlines()
     text = " ".join(line.strip() for line in lines)
     for prefix in ("failed to compile JSON schema: ", "): "):
         _, found, rest = text.partition(prefix)
         text = rest if found and (prefix != "): " or text.startswith("at ")) else text
+    text = text.replace("NoExtensionBias", "no text follows it")
     return text[:300]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 from replicas.errors import InvalidRequestError
@@ -15,6 +16,8 @@ MAX_CHARACTERS = 64 * 1024
 MAX_VALUES = 10_000
 MAX_NESTING = 64
 MAX_TOTAL_COUNT = 20_000
+#: `multipleOf` becomes an automaton of about that many states, in units of its last decimal place.
+MAX_DIVISOR = 1000
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 #: Keywords whose values are data, not schemas.
 _DATA = frozenset({"const", "default", "enum", "examples"})
@@ -36,6 +39,8 @@ def check_schema(schema: Mapping[str, Any], param: str) -> None:
     for keyword, value, path in _keywords(schema):
         if keyword == "$ref" and isinstance(value, str):
             _check_reference(schema, value, f"{param}{path}")
+        if keyword == "multipleOf" and isinstance(value, int | float) and not isinstance(value, bool):
+            _check_divisor(value, f"{param}{path}")
     if problem := _problem(text):
         raise _error(f"{param}{problem[0]}", f"is no valid JSON schema: {problem[1]}")
 
@@ -75,6 +80,15 @@ def _keywords(value: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
     elif isinstance(value, list):
         for i, item in enumerate(value):
             yield from _keywords(item, f"{path}[{i}]")
+
+
+def _check_divisor(value: float, param: str) -> None:
+    digits = "".join(map(str, Decimal(repr(value)).normalize().as_tuple().digits))
+    scale = max(0, int(Decimal(repr(value)).normalize().as_tuple().exponent))
+    if int(digits) * 10 ** min(scale, 9) > MAX_DIVISOR:
+        raise _error(
+            param, f"may have a value of at most {MAX_DIVISOR} (decimal point left out), got {value}"
+        )
 
 
 def _check_reference(schema: Any, reference: str, param: str) -> None:

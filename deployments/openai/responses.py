@@ -166,8 +166,11 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _finish_reason(self, index: int) -> str | None:
         reason = self._choices[index].finish_reason
-        has_calls = self._parsers is not None and self._parsers[index].num_calls > 0
-        return "tool_calls" if has_calls and reason == "stop" else reason
+        if self._parsers is None or reason != "stop":
+            return reason
+        parser = self._parsers[index]
+        # A stop string inside of a call leaves arguments that are no JSON: that is not a call to run.
+        return "tool_calls" if parser.num_calls and not parser.is_inside_call else reason
 
     @staticmethod
     def _delta(index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:

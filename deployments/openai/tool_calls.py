@@ -75,6 +75,11 @@ class ToolCallParser:
         self._events: list[Event] = []
         self.num_calls = 0
 
+    @property
+    def is_inside_call(self) -> bool:
+        """Whether the last call has begun and its arguments have not ended."""
+        return self._state == self._arguments
+
     def feed(self, text: str) -> list[Event]:
         self._buffer += text
         while self._state():

@@ -41,7 +41,7 @@ _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 class TranslatedRequest:
     """One HTTP request as engine requests: prompt by prompt, each with its ``n`` choices, so that the choice
     index is the position. ``echo_texts``: per choice, a text that comes before its output ("" is none).
-    ``tools``: what calls to look for in the output."""
+    ``tools``: what calls to look for in the output. ``grammar_param``: the field that the grammar comes from."""
 
     requests: list[GenerationRequest]
     stop: tuple[str, ...]
@@ -49,6 +49,7 @@ class TranslatedRequest:
     num_prompt_tokens: int
     echo_texts: list[str]
     tools: ToolPlan | None = None
+    grammar_param: str | None = None
 
     @property
     def num_live_tokens(self) -> int:
@@ -70,7 +71,8 @@ async def translate_chat(
     encode = functools.partial(entry.encoder.encode_chat, messages, body.chat_template_kwargs, tools=tools)
     refuse_hopeless(size, entry, "messages")
     prompt = await _run(encode, size)
-    return replace(_build(body, entry, [(prompt, "")], "messages", grammar, deadline), tools=plan)
+    translated = _build(body, entry, [(prompt, "")], "messages", grammar, deadline)
+    return replace(translated, tools=plan, grammar_param=_grammar_param(body, plan))
 
 
 async def translate_completion(
@@ -94,7 +96,8 @@ async def translate_completion(
         else:
             check_token_ids(prompt, entry, "prompt")
             prompts.append((prompt, entry.encoder.decode(prompt) if body.echo else ""))
-    return _build(body, entry, prompts, "prompt", grammar, deadline)
+    translated = _build(body, entry, prompts, "prompt", grammar, deadline)
+    return replace(translated, grammar_param=_grammar_param(body, None))
 
 
 def _build(
@@ -171,7 +174,11 @@ def _logit_bias(body: GenerationBody, entry: ModelEntry) -> tuple[tuple[int, flo
     size = entry.info.vocab_size
     pairs = []
     for key, value in body.logit_bias.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 20 and int(key) < size):
+        # One spelling for an id, or two keys could mean the same one.
+        if (
+            not (key.isascii() and key.isdecimal() and len(key) <= 20 and str(int(key)) == key)
+            or int(key) >= size
+        ):
             raise InvalidRequestError(
                 f"`logit_bias`: keys must be token ids of 0 to {size - 1}, got {key[:32]!a}",
                 param="logit_bias",
@@ -297,13 +304,26 @@ async def _plan_tools(body: ChatCompletionRequest) -> ToolPlan | None:
     return await _run(plan, _INLINE_CHARACTERS + 1 if body.tools else 0)
 
 
+def _grammar_param(body: GenerationBody, plan: ToolPlan | None) -> str:
+    if plan is not None and plan.forced:
+        return "tools"
+    return "structured_outputs" if body.structured_outputs is not None else "response_format"
+
+
 async def _grammar(body: GenerationBody, entry: ModelEntry, plan: ToolPlan | None) -> str | None:
     """Compiling takes a millisecond or a second, which is not seen from outside: always in a thread."""
     if not entry.capabilities.structured_output:
         return None
     wanted = body.response_format or body.structured_outputs or (plan and plan.forced)
     tag_ids = entry.encoder.added_token_ids(TAGS)
-    make = functools.partial(make_grammar, body.response_format, body.structured_outputs, plan, tag_ids)
+    make = functools.partial(
+        make_grammar,
+        body.response_format,
+        body.structured_outputs,
+        plan,
+        tag_ids,
+        entry.encoder.control_tokens,
+    )
     return await _run(make, _INLINE_CHARACTERS + 1 if wanted else 0)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from replicas.errors import InvalidRequestError, StepFailedError
+from replicas.errors import InvalidRequestError
+from replicas.grammars import grammar_limits
 from replicas.model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -23,20 +24,22 @@ class GrammarMatcher:
 
     def allowed_tokens(self) -> np.ndarray:
         """uint32 [ceil(V / 32)], as ``LogitAdjustment.allowed``: the tokens that may come next. EOS is among them when
-        the output may end here. Raises ``StepFailedError`` when the grammar has run into llguidance's limits."""
+        the output may end here. Raises ``InvalidRequestError`` at the limits of ``grammar_limits``."""
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         self._raise_error()
         return mask
 
     def advance(self, token: int) -> bool:
-        """Takes the token that was chosen; True when nothing can follow. Raises ``StepFailedError``."""
+        """Takes the token that was chosen; True when nothing can follow. Raises ``InvalidRequestError``."""
         self._matcher.consume_token(token)
         self._raise_error()
         return bool(self._matcher.is_stopped())
 
     def _raise_error(self) -> None:
         if error := self._matcher.get_error():
-            raise StepFailedError(f"the grammar could not be followed: {error.splitlines()[0][:200]}")
+            raise InvalidRequestError(
+                f"`grammar` cannot be followed any further: {error.splitlines()[0][:200]}", param="grammar"
+            )
 
 
 class GrammarCompiler:
@@ -57,7 +60,9 @@ class GrammarCompiler:
         """A matcher of ``grammar`` (Lark) that has taken ``tokens``. Raises ``InvalidRequestError``."""
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        matcher = LLMatcher(
+            self._tokenizer, LLMatcher.grammar_from_lark(grammar), limits=grammar_limits(), log_level=0
+        )
         if error := matcher.get_error():
             raise InvalidRequestError(f"`grammar`: {error.splitlines()[0][:300]}", param="grammar")
         if matcher.try_consume_tokens(list(tokens)) != len(tokens):

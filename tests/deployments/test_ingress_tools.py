@@ -179,6 +179,17 @@ async def test_stop_strings_come_first(client, dispatcher):
     assert without_ids(await ask_stream(client, body)) == [choice]
 
 
+async def test_a_stop_string_inside_of_a_forced_call_leaves_no_call_to_run(client, dispatcher):
+    dispatcher.script = says(QWEN, CALL)
+    body = TOOLS | {"tool_choice": "required", "stop": ["}"]}
+    (choice,) = without_ids(await ask(client, body))
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"x": 1'
+    assert without_ids(await ask_stream(client, body)) == [choice]
+    (choice,) = without_ids(await ask(client, body | {"stop": ["</tool_call>"]}))
+    assert choice["finish_reason"] == "tool_calls"
+
+
 async def test_logprobs_of_a_call_are_complete(client, dispatcher):
     ids = [*QWEN.encoder.encode_text(CALL), QWEN.info.eos_token_ids[0]]
 

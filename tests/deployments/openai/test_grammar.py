@@ -183,3 +183,53 @@ def test_a_tool_that_cannot_be_enforced_is_named():
     with pytest.raises(InvalidRequestError) as caught:
         make_grammar(None, StructuredOutputs(grammar='start: "a"'), plan_tools(TOOLS, "auto", True))
     assert caught.value.param == "structured_outputs.grammar"
+
+
+def properties(count, **kind):
+    return {"type": "object", "properties": {f"k{i}": kind for i in range(count)}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"allOf": [{"$ref": "#"}]},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        properties(500, type="integer"),
+    ],
+)
+def test_a_schema_that_no_text_or_no_engine_can_follow_is_refused(schema):
+    with pytest.raises(InvalidRequestError, match="cannot be enforced") as caught:
+        of_schema(schema)
+    assert caught.value.param == "response_format.json_schema.schema"
+    assert accepts(of_schema(properties(50, type="integer")), '{"k3": 5}')
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": r"[^\s\S]"},
+        {"grammar": "start: start"},
+        {"grammar": 'start: "a" start'},
+        {"grammar": "start: A\nA: /a*/ & /b+/"},
+    ],
+)
+def test_a_language_without_texts_or_without_bounds_is_refused(fields):
+    with pytest.raises(InvalidRequestError, match="cannot be enforced") as caught:
+        structured(**fields)
+    assert caught.value.param == f"structured_outputs.{next(iter(fields))}"
+
+
+@pytest.mark.parametrize("fields", [{"choice": ["a<|im_end|>b"]}, {"json": {"enum": ["<|im_end|>"]}}])
+def test_the_text_of_a_control_token_is_refused(fields):
+    with pytest.raises(InvalidRequestError, match="control token") as caught:
+        make_grammar(None, StructuredOutputs.model_validate(fields), None, None, ("<|mask|>", "<|im_end|>"))
+    assert caught.value.param == f"structured_outputs.{next(iter(fields))}"
+    assert make_grammar(None, StructuredOutputs.model_validate(fields), None, None, ("<|mask|>",))
+
+
+def test_forced_calls_leave_no_room_for_structured_outputs():
+    with pytest.raises(InvalidRequestError) as caught:
+        make_grammar(None, StructuredOutputs(regex="a"), plan_tools(TOOLS, "required", True))
+    assert caught.value.param == "structured_outputs.regex"

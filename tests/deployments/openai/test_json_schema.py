@@ -62,3 +62,16 @@ def test_bad_schemas_are_refused_by_name(schema, param, text):
 def test_a_reference_of_many_digits_is_no_index():
     with pytest.raises(InvalidRequestError, match="nothing"):
         check_schema({"$ref": "#/anyOf/" + "9" * 10_000, "anyOf": [{}]}, "s")
+
+
+@pytest.mark.parametrize("value", [999983, 1001, 1e9, 10.01, 0.12345])
+def test_divisors_that_need_a_large_automaton_are_refused(value):
+    schema = {"type": "object", "properties": {"a": {"type": "number", "multipleOf": value}}}
+    with pytest.raises(InvalidRequestError, match="at most 1000") as caught:
+        check_schema(schema, "s")
+    assert caught.value.param == "s.properties.a.multipleOf"
+
+
+@pytest.mark.parametrize("value", [1000, 7, 0.01, 2.5, 999.0])
+def test_other_divisors_are_fine(value):
+    check_schema({"type": "number", "multipleOf": value}, "s")

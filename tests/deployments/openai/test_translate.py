@@ -183,7 +183,8 @@ async def test_what_changes_logits_reaches_the_engine(entry):
 
 
 @pytest.mark.parametrize(
-    "bias", [{"-1": 1}, {"x": 1}, {"1.5": 1}, {"999999": 1}, {"9" * 40: 1}, {"": 1}, {"٣": 1}, {" 5": 1}]
+    "bias",
+    [{"-1": 1}, {"x": 1}, {"1.5": 1}, {"999999": 1}, {"9" * 40: 1}, {"": 1}, {"٣": 1}, {"05": 1}, {" 5": 1}],
 )
 async def test_keys_of_a_bias_are_token_ids(bias):
     with pytest.raises(InvalidRequestError, match="token ids of 0 to") as caught:

@@ -202,3 +202,22 @@ def test_values_out_of_range_are_refused_by_name(engine, name, value):
     with pytest.raises(InvalidRequestError) as caught:
         run(engine, **{name: value})
     assert caught.value.param == name
+
+
+def test_a_grammar_at_the_limits_fails_its_request_alone(core):
+    """An endless text of one letter: the parser runs ahead of it until it is stopped."""
+    engine = core(QWEN)
+    alone = run(engine).new_token_ids
+    grammar = 'start: "a" start'
+    requests = [
+        GenerationRequest(
+            "bad", "m", PROMPT, SamplingParams(max_tokens=60, grammar=grammar, temperature=1.0)
+        ),
+        GenerationRequest("good", "m", PROMPT, SamplingParams(max_tokens=40)),
+    ]
+    outputs = engine.generate(requests)
+    assert outputs["bad"].finish_reason is FinishReason.ERROR
+    assert outputs["bad"].error.code == "invalid_request"
+    assert outputs["bad"].error.param == "grammar"
+    assert outputs["good"].new_token_ids == alone
+    assert engine.stats().free_slots == engine.stats().total_slots
