@@ -100,7 +100,9 @@ def describe(body: type[Any], response: str, *, streams: bool = False) -> Json:
     schema = {"$ref": _REF.format(model=body.__name__)}
     content: Json = {"application/json": {"schema": {"$ref": _REF.format(model=response)}}}
     if streams:
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {
+            "schema": {"type": ["string", "object"]}
+        }  # an event without a name, or with one
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
         "responses": {"200": {"description": "The answer", "content": content}},
