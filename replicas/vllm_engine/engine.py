@@ -261,6 +261,8 @@ class VllmEngine:
         stats, reported = self._stats, outputs.scheduler_stats
         self._num_running = reported.num_running_reqs
         stats.kv_usage = reported.kv_cache_usage
+        if not outputs.outputs and not reported.num_running_reqs:
+            return  # after the last request vLLM reports once more, and computes nothing
         stats.steps += 1
         stats.num_forwards += 1
         in_step = len(outputs.outputs)
