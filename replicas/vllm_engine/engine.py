@@ -346,7 +346,7 @@ class VllmEngine:
             )
         except ValueError as error:
             param = getattr(error, "parameter", None)
-            if param is None and sampling.grammar is not None:
+            if not param and sampling.grammar is not None:
                 param = "grammar"  # all else was checked before
             raise InvalidRequestError(str(error), param=param) from error
         core_request.external_req_id = core_request.request_id
