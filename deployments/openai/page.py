@@ -71,15 +71,7 @@ async function models() {
   $("model").replaceChildren(...list.data.map(model => new Option(model.id, model.id)));
 }
 
-const loadModels = () =>
-  $("keyform").addEventListener("submit", event => {
-  event.preventDefault();
-  key = $("key").value.trim();
-  $("key").value = "";
-  $("keyform").hidden = true;
-  loadModels();
-});
-loadModels();
+const loadModels = () => models().catch(error => show("error", error.message));
 
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
