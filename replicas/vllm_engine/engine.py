@@ -303,6 +303,7 @@ class VllmEngine:
 
     def _core_request(self, request: GenerationRequest) -> Any:
         """As vLLM's front end would make it. Raises ``InvalidRequestError`` for what vLLM refuses."""
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import SamplingParams
 
@@ -344,7 +345,7 @@ class VllmEngine:
             core_request = self._llm.input_processor.process_inputs(
                 next(self._core_ids), prompt, params, supported_tasks=("generate",)
             )
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             param = getattr(error, "parameter", None)
             if not param and sampling.grammar is not None:
                 param = "grammar"  # all else was checked before
