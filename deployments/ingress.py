@@ -27,6 +27,7 @@ from deployments.openai.middleware import (
     HeaderLimitMiddleware,
     RequestContextMiddleware,
 )
+from deployments.openai.model import RequestModel
 from deployments.openai.openapi import ERRORS, describe, install_schemas
 from deployments.openai.protocol import (
     ChatCompletionRequest,
@@ -48,6 +49,7 @@ from deployments.openai.translate import TranslatedRequest, translate_chat, tran
 from replicas.errors import ModelNotFoundError, ModelNotReadyError
 
 Body = TypeVar("Body", bound=GenerationBody | ResponsesRequest)
+Model = TypeVar("Model", bound=RequestModel)
 
 
 def create_app(
@@ -100,6 +102,10 @@ def create_app(
             raise ModelNotReadyError(f"The model {name!r} is loading; try again later", param="model")
         raise ModelNotFoundError(f"The model {name[:128]!a} does not exist", param="model")
 
+    async def read(request: Request, body_model: type[Model]) -> Model:
+        limits = config.admission
+        return await read_body(request, body_model, limits.max_body_bytes, limits.body_timeout_s)
+
     async def respond(
         request: Request,
         body_model: type[Body],
@@ -107,9 +113,7 @@ def create_app(
         builder_class: type[ResponseBuilder],
     ) -> Response:
         arrival, deadline = time.monotonic(), time.time() + config.admission.request_timeout_s
-        body = await read_body(
-            request, body_model, config.admission.max_body_bytes, config.admission.body_timeout_s
-        )
+        body = await read(request, body_model)
         entry = find(body.model)
         translated = await translate(body, entry, deadline=deadline)
         async with AsyncExitStack() as stack:
@@ -160,12 +164,12 @@ def create_app(
 
     @app.post("/tokenize", openapi_extra=describe(TokenizeRequest, "Tokens"))
     async def create_tokens(request: Request) -> dict[str, Any]:
-        body = await read_body(request, TokenizeRequest, config.admission.max_body_bytes)
+        body = await read(request, TokenizeRequest)
         return await tokenize(body, find(body.model))
 
     @app.post("/detokenize", openapi_extra=describe(DetokenizeRequest, "Text"))
     async def create_text(request: Request) -> dict[str, Any]:
-        body = await read_body(request, DetokenizeRequest, config.admission.max_body_bytes)
+        body = await read(request, DetokenizeRequest)
         return await detokenize(body, find(body.model))
 
     @app.get("/v1/models")

@@ -54,6 +54,10 @@ class SamplingParams:
     grammar: str | None = None
 
 
+#: ``SamplingParams``' penalties and the values at which they do nothing.
+NEUTRAL_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+
+
 @dataclass(frozen=True, slots=True)
 class DiffusionParams:
     """Decoding rule of one block-diffusion request (specs of LLaDA2.0 and 2.1 `generate`).

@@ -18,17 +18,6 @@ _BODIES = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeR
 _REF = "#/components/schemas/{model}"
 _TEXT, _INTEGER = {"type": "string"}, {"type": "integer"}
 _NULLABLE_TEXT = {"type": ["string", "null"]}
-_TOKEN_IDS = {"type": "array", "items": _INTEGER, "minItems": 1}
-_PART = {"type": "object", "required": ["type"], "properties": {"type": _TEXT}}
-#: Forms that validators accept beside the one that a field of a body keeps.
-_ALSO: dict[tuple[str, str], list[Json]] = {
-    ("ChatCompletionRequest", "stop"): [_TEXT],
-    ("CompletionRequest", "stop"): [_TEXT],
-    ("CompletionRequest", "prompt"): [_TEXT, _TOKEN_IDS],
-    ("ChatMessage", "content"): [
-        {"type": "array", "items": {"anyOf": [_TEXT, _PART]}, "minItems": 1},
-    ],
-}
 
 
 def _list(items: Json) -> Json:
@@ -117,8 +106,8 @@ def install_schemas(app: FastAPI) -> None:
         document = generate()
         _, definitions = models_json_schema([(model, "validation") for model in _BODIES], ref_template=_REF)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for name, schema in definitions["$defs"].items():
-            _widen(name, schema)
+        for schema in definitions["$defs"].values():
+            _allow_null(schema)
         schemas.update(definitions["$defs"] | _SCHEMAS)
         for operations in document["paths"].values():
             for operation in operations.values():
@@ -128,14 +117,11 @@ def install_schemas(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _widen(model: str, schema: Json) -> None:
-    """Null means absent in every optional field, and some fields have more than one form."""
+def _allow_null(schema: Json) -> None:
+    """Null means absent in every optional field."""
     for name, field in schema.get("properties", {}).items():
-        forms = list(_ALSO.get((model, name), []))
-        if name not in schema.get("required", ()):
-            forms.append({"type": "null"})
-        if not forms or field.keys() <= {"title", "default"}:  # anything at all
+        if name in schema.get("required", ()) or field.keys() <= {"title", "default"}:  # anything at all
             continue
         known = {key: field.pop(key) for key in list(field) if key not in ("title", "default")}
         options = known.get("anyOf", [known])
-        field["anyOf"] = options + [form for form in forms if form not in options]
+        field["anyOf"] = options + [form for form in [{"type": "null"}] if form not in options]

@@ -23,11 +23,11 @@ MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIASES = 1024
 _TEXT = ResponseFormat(type="text")
 # For /openapi.json: what validators below accept beside the form that is kept.
-_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+_PART = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
 _TEXT_OR_PARTS = {
     "anyOf": [
         {"type": "string"},
-        {"type": "array", "items": _PART | {"required": ["type", "text"]}, "minItems": 1},
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, _PART]}, "minItems": 1},
     ]
 }
 _STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}

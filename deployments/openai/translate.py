@@ -20,7 +20,7 @@ from deployments.openai.grammar import TAGS, make_grammar
 from deployments.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
 from deployments.openai.tools import ToolPlan, plan_tools
 from replicas.errors import ContextLengthExceededError, InvalidRequestError, UnsupportedParameterError
-from replicas.protocol import DiffusionParams, GenerationRequest, SamplingParams
+from replicas.protocol import NEUTRAL_PENALTIES, DiffusionParams, GenerationRequest, SamplingParams
 
 T = TypeVar("T")
 
@@ -254,10 +254,10 @@ def _refuse_unsupported(body: GenerationBody, entry: ModelEntry) -> None:
     if body.num_top_logprobs is not None and not entry.capabilities.logprobs:
         raise _unsupported("logprobs", "is not supported by this model")
     if not entry.capabilities.penalties:
-        for name, off in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
-            if getattr(body, name) != off:
+        for name, neutral in NEUTRAL_PENALTIES.items():
+            if getattr(body, name) != neutral:
                 raise _unsupported(
-                    name, f"is not supported by this model, except {off}; got {getattr(body, name)}"
+                    name, f"is not supported by this model, except {neutral:g}; got {getattr(body, name)}"
                 )
     if not entry.capabilities.structured_output:
         if body.response_format is not None and body.response_format.type != "text":

@@ -16,7 +16,7 @@ import numpy as np
 from replicas.decoding.adjustments import LogitAdjustment, Penalties, make_bias
 from replicas.engine.grammar import GrammarMatcher
 from replicas.model_info import ModelInfo
-from replicas.protocol import FinishReason, GenerationRequest, RequestOutput, TokenLogprob
+from replicas.protocol import NEUTRAL_PENALTIES, FinishReason, GenerationRequest, RequestOutput, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -168,8 +168,8 @@ class AutoregressiveState(RequestState):
         super().__init__(request, info, seed)
         self._grammar = grammar
         sampling = request.sampling
-        self._penalizes = bool(
-            sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
+        self._penalizes = any(
+            getattr(sampling, name) != neutral for name, neutral in NEUTRAL_PENALTIES.items()
         )
 
     def reusable_prefix(self, num_tokens: int) -> int:

@@ -10,7 +10,13 @@ from replicas.errors import (
     UnsupportedParameterError,
 )
 from replicas.model_info import ModelInfo
-from replicas.protocol import DiffusionParams, EngineCapabilities, GenerationRequest, SamplingParams
+from replicas.protocol import (
+    NEUTRAL_PENALTIES,
+    DiffusionParams,
+    EngineCapabilities,
+    GenerationRequest,
+    SamplingParams,
+)
 
 #: Most alternatives per token that ``logprobs`` may ask for (OpenAI's limit).
 MAX_LOGPROBS = 20
@@ -103,10 +109,10 @@ def _check_sampling(sampling: SamplingParams, info: ModelInfo, capabilities: Eng
         "above 0 and at most 2",
         sampling.repetition_penalty,
     )
-    for name, off in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
-        if getattr(sampling, name) != off and not capabilities.penalties:
+    for name, neutral in NEUTRAL_PENALTIES.items():
+        if getattr(sampling, name) != neutral and not capabilities.penalties:
             raise UnsupportedParameterError(
-                f"`{name}` is not supported by this model, except {off}", param=name
+                f"`{name}` is not supported by this model, except {neutral:g}", param=name
             )
     if sampling.grammar is not None and not capabilities.structured_output:
         raise UnsupportedParameterError("`grammar` is not supported by this model", param="grammar")

@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 
 from configs.schema import BlockserveConfig, ModelConfig
+from deployments.ingress import create_app
 from deployments.openai.contracts import ModelEntry, ModelState, load_model_entry
 from replicas.errors import BlockserveError
 from replicas.protocol import EngineStats, FinishReason, GenerationRequest, RequestOutput
@@ -42,6 +44,12 @@ def load_entry(directory: str, name: str, **config: Any) -> ModelEntry:
 
 def config_for(*entries: ModelEntry, **sections: Any) -> BlockserveConfig:
     return BlockserveConfig(models=tuple(entry.config for entry in entries), **sections)
+
+
+def http_client(dispatcher: FakeDispatcher, *entries: ModelEntry) -> httpx.AsyncClient:
+    """A client of an application that serves ``entries``."""
+    app = create_app(config_for(*entries), {entry.name: entry for entry in entries}, dispatcher)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
 def byte_ids(entry: ModelEntry, text: str | bytes) -> list[int]:

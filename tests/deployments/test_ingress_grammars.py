@@ -3,15 +3,13 @@
 import json
 import random
 
-import httpx
 import jsonschema
 import pytest
-from fake_dispatcher import FakeDispatcher, config_for, load_entry
+from fake_dispatcher import FakeDispatcher, http_client, load_entry
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from tool_templates import tool, with_tools
 
-from deployments.ingress import create_app
 from replicas.protocol import FinishReason, RequestOutput
 
 QWEN = with_tools(load_entry("qwen2_5", "m"))
@@ -45,8 +43,7 @@ def obeys(request):
 
 @pytest.fixture
 async def client():
-    app = create_app(config_for(QWEN), {"m": QWEN}, FakeDispatcher(obeys))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with http_client(FakeDispatcher(obeys), QWEN) as client:
         yield client
 
 

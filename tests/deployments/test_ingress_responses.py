@@ -2,17 +2,15 @@
 
 import json
 
-import httpx
 import openai
 import pydantic
 import pytest
-from fake_dispatcher import FakeDispatcher, config_for, fails, load_entry, says, validate
+from fake_dispatcher import FakeDispatcher, fails, http_client, load_entry, says, validate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from tool_templates import tool, with_tools
 
-from deployments.ingress import create_app
 from replicas import errors
 from replicas.protocol import FinishReason, RequestOutput, TokenLogprob
 
@@ -30,14 +28,9 @@ def dispatcher():
     return FakeDispatcher(says(QWEN, "Grüße!", per_step=2))
 
 
-def http_of(dispatcher):
-    app = create_app(config_for(*ENTRIES.values()), ENTRIES, dispatcher)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
-
-
 @pytest.fixture
 async def http(dispatcher):
-    async with http_of(dispatcher) as client:
+    async with http_client(dispatcher, *ENTRIES.values()) as client:
         yield client
         assert dispatcher.live == 0
 
@@ -189,7 +182,7 @@ async def test_events_are_consistent_however_tokens_come(data):
     text = "".join(data.draw(st.lists(st.sampled_from([CALL, "text", "\n", "<tool_call>", "é"]), min_size=1)))
     per_step = data.draw(st.integers(1, 200))
     forced = data.draw(st.sampled_from(["auto", "required"]))
-    async with http_of(FakeDispatcher(says(QWEN, text, per_step=per_step))) as http:
+    async with http_client(FakeDispatcher(says(QWEN, text, per_step=per_step)), *ENTRIES.values()) as http:
         whole = await ask(http, tools=[ADD], tool_choice=forced)
         events = await ask_stream(http, tools=[ADD], tool_choice=forced)
     assert without_ids(events[-1]["response"]) == without_ids(whole) | {

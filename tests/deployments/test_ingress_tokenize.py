@@ -1,12 +1,9 @@
 """``/tokenize`` and ``/detokenize``: the very tokens that a generation would get. And ``/openapi.json``."""
 
-import httpx
 import jsonschema
 import pytest
-from fake_dispatcher import FakeDispatcher, config_for, load_entry, says, validate
+from fake_dispatcher import FakeDispatcher, http_client, load_entry, says, validate
 from tool_templates import tool, with_tools
-
-from deployments.ingress import create_app
 
 QWEN = with_tools(load_entry("qwen2_5", "m"))
 LLADA = load_entry("llada2_b32", "llada")
@@ -21,8 +18,7 @@ def dispatcher():
 
 @pytest.fixture
 async def client(dispatcher):
-    app = create_app(config_for(*ENTRIES.values()), ENTRIES, dispatcher)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with http_client(dispatcher, *ENTRIES.values()) as client:
         yield client
 
 

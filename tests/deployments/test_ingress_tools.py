@@ -3,16 +3,14 @@
 import copy
 import json
 
-import httpx
 import openai
 import pydantic
 import pytest
-from fake_dispatcher import FakeDispatcher, config_for, events_of, load_entry, says, validate
+from fake_dispatcher import FakeDispatcher, events_of, http_client, load_entry, says, validate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_templates import tool, with_tools
 
-from deployments.ingress import create_app
 from replicas.protocol import FinishReason, RequestOutput, TokenLogprob
 
 QWEN = with_tools(load_entry("qwen2_5", "m"))
@@ -31,14 +29,9 @@ def dispatcher():
     return FakeDispatcher(says(QWEN, "fine"))
 
 
-def client_of(dispatcher):
-    app = create_app(config_for(*ENTRIES.values()), ENTRIES, dispatcher)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
-
-
 @pytest.fixture
 async def client(dispatcher):
-    async with client_of(dispatcher) as client:
+    async with http_client(dispatcher, *ENTRIES.values()) as client:
         yield client
         assert dispatcher.live == 0
 
@@ -367,7 +360,7 @@ async def test_a_stream_is_the_whole_however_tokens_come(data):
     body = TOOLS | data.draw(
         st.sampled_from([{}, {"tool_choice": "required"}, {"parallel_tool_calls": False}])
     )
-    async with client_of(dispatcher) as client:
+    async with http_client(dispatcher, *ENTRIES.values()) as client:
         whole = without_ids(await ask(client, body))
         dispatcher.script = script
         assert without_ids(await ask_stream(client, body)) == whole

@@ -349,7 +349,10 @@ async def asgi_get(app, path, query="", headers=(), host="test"):
             "body": b"".join(message.get("body", b"") for message in sent[1:])}  # fmt: skip
 
 
-async def test_a_body_that_does_not_come_is_408():
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+)
+async def test_a_body_that_does_not_come_is_408(path):
     dispatcher = FakeDispatcher(says(ENTRY, "fine"))
     async with client_for(dispatcher=dispatcher, admission={"body_timeout_s": 0.3}) as client:
 
@@ -358,9 +361,7 @@ async def test_a_body_that_does_not_come_is_408():
                 await asyncio.sleep(0.05)
                 yield bytes([byte])
 
-        response = await client.post(
-            "/v1/completions", content=slowly(), headers={"content-type": "application/json"}
-        )
+        response = await client.post(path, content=slowly(), headers={"content-type": "application/json"})
         assert response.status_code == 408
         validate("ErrorResponse", response.json())
         assert response.json()["error"]["code"] == "body_timeout"

@@ -187,12 +187,15 @@ class Canvases:
             self._step[owner],
             banned,
             self._min_p[owner],
-            [
-                (i, adjustment)
-                for i, slot in enumerate(owner.tolist())
-                if (adjustment := self._adjustments[slot]) is not None
-            ],
+            self._adjustments_of(slots, owner),
         )
+
+    def _adjustments_of(self, slots: np.ndarray, owner: np.ndarray) -> list[tuple[int, LogitAdjustment]]:
+        """By row; few requests have any."""
+        adjusted = {slot: item for slot in slots.tolist() if (item := self._adjustments[slot]) is not None}
+        if not adjusted:
+            return []
+        return [(i, adjusted[slot]) for i, slot in enumerate(owner.tolist()) if slot in adjusted]
 
     def max_logprobs(self, slots: np.ndarray) -> int:
         """The most alternatives that one of the requests wants; -1 when none wants logprobs."""
