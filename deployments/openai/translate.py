@@ -112,6 +112,12 @@ def _build(
     echo_texts: list[str] = []
     base_seed = secrets.randbelow(_SEED_RANGE) if body.seed is None else body.seed
     diffusion = _diffusion_params(body, entry)
+    if grammar is not None and body.min_tokens:
+        # Where a grammar's text ends nothing but EOS may follow, and that is what `min_tokens` forbids.
+        raise InvalidRequestError(
+            "`min_tokens` cannot be combined with a grammar (`response_format`, `structured_outputs`, a forced call)",
+            param="min_tokens",
+        )
     for prompt, echo_text in prompts:
         if not prompt:
             raise InvalidRequestError(f"`{field}`: must have at least one token, got 0", param=field)

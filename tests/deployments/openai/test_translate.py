@@ -192,6 +192,15 @@ async def test_keys_of_a_bias_are_token_ids(bias):
     assert caught.value.param == "logit_bias"
 
 
+async def test_a_grammar_leaves_no_room_for_min_tokens():
+    fields = {"response_format": {"type": "json_object"}}
+    for translate in (chat, complete):
+        assert (await translate(QWEN, **fields)).requests[0].sampling.grammar is not None
+        with pytest.raises(InvalidRequestError) as caught:
+            await translate(QWEN, min_tokens=3, **fields)
+        assert caught.value.param == "min_tokens"
+
+
 @pytest.mark.parametrize("entry", [QWEN, LLADA])
 async def test_logprobs_reach_the_engine(entry):
     async def wanted(translate, **fields):
