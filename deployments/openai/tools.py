@@ -15,10 +15,9 @@ from deployments.openai.model import RequestModel
 from replicas.errors import InvalidRequestError
 
 MAX_TOOLS = 128
-#: How templates that know tools in the Hermes format (Qwen's among them) show a call. Others that share its tags
-#: have a format of XML inside them.
 _NAME = re.compile(NAME_PATTERN)
 _USES_TOOLS = re.compile(r"\btools\b")
+#: Some templates have the tags of the Hermes format, and a format of XML inside them.
 _XML_CALL = "<function="
 
 
