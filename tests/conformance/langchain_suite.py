@@ -1,15 +1,18 @@
 """langchain-tests' standard suite for chat models; run by test_langchain.py, inside the clients' environment.
 
-`SERVER_URL` is the server's address. Which tests may fail, and why, stands there.
+`SERVER_URL` is the server's address. `ANSWER_SHEET`, when set: a file; no server is asked then, and what `TestFitted`
+asks is written there with the answers that it wants. Which tests may fail, and why, stands in test_langchain.py.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import httpx
+from answer_sheet import Recorder
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
@@ -96,3 +99,15 @@ class TestQwen3(Served):
     @property
     def model_override_value(self) -> str:
         return "smollm2"
+
+
+class TestFitted(Served):
+    """Has learnt the answers to these questions by heart, so that what needs a model with sense is tested too."""
+
+    served_model = "fitted"
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        sheet = os.environ.get("ANSWER_SHEET")
+        own = {"http_client": httpx.Client(transport=Recorder(Path(sheet)))} if sheet else {}
+        return super().chat_model_params | own

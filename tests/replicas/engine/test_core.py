@@ -382,7 +382,9 @@ def test_from_config(golden):
     core = EngineCore.from_config(config, golden.path / "llada2_b8")
     capabilities = core.capabilities
     assert (capabilities.max_num_seqs, capabilities.max_model_len, capabilities.block_length) == (3, 128, 8)
-    assert capabilities.logprobs and not capabilities.structured_output and not capabilities.penalties
+    assert capabilities.logprobs
+    assert not capabilities.structured_output
+    assert not capabilities.penalties
     request = golden.make("a", (1, 2, 3), max_tokens=9)
     expected = golden.core("llada2_b8").generate([request])["a"].new_token_ids
     assert core.generate([request])["a"].new_token_ids == expected
