@@ -34,6 +34,8 @@ CHECKPOINTS = {
     "qwen3-moe": str(GOLDEN / "qwen3_moe"),
     "qwen2.5": str(GOLDEN / "qwen2_5"),
 }
+#: Their heads are of size 16, for which vLLM's attention has no kernel on a CPU.
+NOT_IN_VLLM = {"qwen3-tied", "qwen2.5"}
 
 
 class Reference:
@@ -67,6 +69,9 @@ class Reference:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("own_backend", BACKENDS)
 def test_texts_are_those_of_transformers(own_backend: str, tmp_path: Path) -> None:
+    checkpoints = {
+        name: path for name, path in CHECKPOINTS.items() if own_backend == "torch" or name not in NOT_IN_VLLM
+    }
     models = [
         {
             "name": name,
@@ -74,12 +79,12 @@ def test_texts_are_those_of_transformers(own_backend: str, tmp_path: Path) -> No
             "engine": engine(own_backend, max_model_len=512),
             "resources": {"num_cpus": 0.2},
         }
-        for name, path in CHECKPOINTS.items()
+        for name, path in checkpoints.items()
     ]
     rows: list[tuple[str, str, int, int]] = []
     differences: list[tuple[Any, ...]] = []
     with serve({"ingress": {"num_cpus": 0}, "models": models}, tmp_path) as server:
-        for name, path in CHECKPOINTS.items():
+        for name, path in checkpoints.items():
             reference = Reference(resolve_checkpoint(path))
             for kind in ("completion", "chat"):
                 equal = 0

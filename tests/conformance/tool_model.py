@@ -37,7 +37,7 @@ def make_tool_model(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,  # the least that vLLM's attention has on a CPU
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=151643,
