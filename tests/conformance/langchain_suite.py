@@ -1,6 +1,6 @@
 """langchain-tests' standard suite for chat models; run by test_langchain.py, inside the clients' environment.
 
-`SERVER_URL` is the server's address. `ANSWER_SHEET`, when set: a file; no server is asked then, and what `TestFitted`
+`SERVER_URL` is the server's address. `ANSWER_SHEET`, when set: a file; no server is asked then, and what `TestQwen3`
 asks is written there with the answers that it wants. Which tests may fail, and why, stands in test_langchain.py.
 """
 
@@ -80,28 +80,10 @@ class TestSmolLM2(Served):
 
     @property
     def model_override_value(self) -> str:
-        return "tools"
+        return "fitted"
 
 
 class TestQwen3(Served):
-    """Random weights, and a bias instead of sense: strings and calls end soon, and a number is the 3 that is asked for.
-    So the protocol is what is tested."""
-
-    served_model = "tools"
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        # All of these ids are in the other model's vocabulary too. A line end begins another call.
-        ends = {'"': 100, "{}": 100, " {}": 100, '"}': 90, "}": 60}
-        wanted = bias(self.served_model, ends | {" ": 95, "3": 50, "\n": -100})
-        return super().chat_model_params | {"logit_bias": wanted}
-
-    @property
-    def model_override_value(self) -> str:
-        return "smollm2"
-
-
-class TestFitted(Served):
     """Has learnt the answers to these questions by heart, so that what needs a model with sense is tested too."""
 
     served_model = "fitted"
@@ -109,5 +91,14 @@ class TestFitted(Served):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         sheet = os.environ.get("ANSWER_SHEET")
-        own = {"http_client": httpx.Client(transport=Recorder(Path(sheet)))} if sheet else {}
-        return super().chat_model_params | own
+        if sheet is None:
+            return super().chat_model_params
+        recorder = Recorder(Path(sheet))
+        return super().chat_model_params | {
+            "http_client": httpx.Client(transport=recorder),
+            "http_async_client": httpx.AsyncClient(transport=recorder),
+        }
+
+    @property
+    def model_override_value(self) -> str:
+        return "smollm2"

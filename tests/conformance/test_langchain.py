@@ -7,19 +7,15 @@ from pathlib import Path
 
 import pytest
 from clients import NEEDS_CLIENTS, run
-from running_server import Server, engine, serve
+from running_server import engine, serve
 from tool_model import fit
 
 pytestmark = [pytest.mark.conformance, NEEDS_CLIENTS, pytest.mark.timeout(1800)]
 
 SUITE = Path(__file__).parent / "langchain_suite.py"
-#: Need a model that chooses a tool by itself, or fills in what the question said (a text; a Chinese name; the keys of
-#: a JSON object without a schema): they are asked of a model that has learnt the answers, and may fail on the others.
-NEEDS_SENSE = {
-    "test_agent_loop", "test_bind_runnables_as_tools", "test_json_mode", "test_unicode_tool_call_integration",
-}  # fmt: skip
-#: Pydantic's old models go through tools, which this model's template does not have.
-NEEDS_TOOLS = {"TestSmolLM2::test_structured_output_pydantic_2_v1"}
+#: What the demo model does not do: to find the keys of a JSON object without a schema, and tools (of which Pydantic's
+#: old models make use): its template has none. The other model does both.
+NOT_SMOLLM2 = {"test_json_mode", "test_structured_output_pydantic_2_v1"}
 #: Inputs that no model here takes, and a benchmark that replays recorded answers.
 SKIPPED = {
     "test_anthropic_inputs", "test_audio_inputs", "test_image_inputs", "test_image_tool_message", "test_pdf_inputs",
@@ -54,24 +50,27 @@ def bare(tests: set[str]) -> set[str]:
     return {test.split("::")[1].split("[")[0] for test in tests}
 
 
-def test_standard_suite(chat_server: Server, tmp_path: Path) -> None:
-    outcomes, printed = run_suite(tmp_path, "not TestFitted", SERVER_URL=chat_server.url)
-    assert not outcomes["error"], printed
-    assert bare(outcomes["failure"] - NEEDS_TOOLS) <= NEEDS_SENSE, printed
-    # The other model has no tools, so the suite leaves out more.
-    assert bare({test for test in outcomes["skipped"] if "Qwen3" in test}) <= SKIPPED
-    always = {"test_invoke", "test_astream", "test_usage_metadata_streaming", "test_stop_sequence"}
-    assert always <= bare(outcomes["passed"])
-
-
-def test_what_needs_sense(backend: str, tool_model: Path, tmp_path: Path) -> None:
-    chosen = f"TestFitted and ({' or '.join(sorted(NEEDS_SENSE))})"
+def test_standard_suite(backend: str, tool_model: Path, tmp_path: Path) -> None:
     sheet = tmp_path / "sheet.jsonl"
-    outcomes, printed = run_suite(tmp_path, chosen, SERVER_URL="http://none", ANSWER_SHEET=str(sheet))
-    assert bare(outcomes["passed"]) == NEEDS_SENSE, f"the sheet itself is wrong:\n{printed}"
-    model = {"name": "fitted", "path": str(tmp_path / "fitted"), "engine": engine(backend)}
+    outcomes, printed = run_suite(tmp_path, "TestQwen3", SERVER_URL="http://none", ANSWER_SHEET=str(sheet))
+    assert not outcomes["failure"] | outcomes["error"], f"the sheet itself is wrong:\n{printed}"
     fit(tool_model, sheet, tmp_path / "fitted")
-    with serve({"models": [model]}, tmp_path) as server:
-        outcomes, printed = run_suite(tmp_path, chosen, SERVER_URL=server.url)
-    assert bare(outcomes["passed"]) == NEEDS_SENSE, printed
-    assert not outcomes["failure"] | outcomes["error"] | outcomes["skipped"], printed
+    small = {"num_cpus": 0.3}
+    models = [
+        {"name": "fitted", "path": str(tmp_path / "fitted"), "engine": engine(backend), "resources": small},
+        {
+            "name": "smollm2",
+            "path": "demo://smollm2-135m-instruct",
+            "engine": engine(backend),
+            "resources": small,
+        },
+    ]
+    with serve({"ingress": {"num_cpus": 0}, "models": models}, tmp_path) as server:
+        outcomes, printed = run_suite(tmp_path, "Test", SERVER_URL=server.url)
+    failed = outcomes["failure"] | outcomes["error"]
+    assert not {test for test in failed if "SmolLM2" not in test}, printed
+    assert bare(failed) <= NOT_SMOLLM2, printed
+    # The suite leaves out the tools for a model that has none.
+    assert bare({test for test in outcomes["skipped"] if "SmolLM2" not in test}) <= SKIPPED
+    passed = {test for test in outcomes["passed"] if "Qwen3" in test}
+    assert {"test_invoke", "test_agent_loop", "test_json_mode", "test_stop_sequence"} <= bare(passed)
