@@ -32,14 +32,27 @@ class AdmissionController:
     def live_tokens(self, model: str) -> int:
         return self._live[model].tokens if model in self._live else 0
 
+    def refuse_too_many(self, num_requests: int) -> None:
+        """Raises ``InvalidRequestError`` when one HTTP request asks for more choices than there may ever be."""
+        if num_requests > self._config.max_live_requests:
+            raise InvalidRequestError(
+                f"`n`: one request may have at most {self._config.max_live_requests} choices over all its prompts, "
+                f"got {num_requests}",
+                param="n",
+            )
+
     @contextmanager
-    def admit(self, model: str, num_requests: int, num_tokens: int) -> Iterator[None]:
+    def admit(
+        self, model: str, num_requests: int, num_tokens: int, token_field: str = "max_tokens"
+    ) -> Iterator[None]:
         """Holds room for ``num_requests`` engine requests (the choices of one HTTP request), all or none, and
         for their prompt and allowed new tokens; gives it back when the ``with`` block ends, however it ends.
+        ``token_field``: the request's name for the limit of new tokens.
 
         Raises ``QueueFullError`` when there is no room now, ``InvalidRequestError`` when there never will be.
         """
-        self._refuse_impossible(num_requests, num_tokens)
+        self.refuse_too_many(num_requests)
+        self._refuse_too_long(num_tokens, token_field)
         live = self._live.setdefault(model, _Live())
         limits = self._config
         if live.requests + num_requests > limits.max_live_requests:
@@ -62,17 +75,11 @@ class AdmissionController:
             live.requests -= num_requests
             live.tokens -= num_tokens
 
-    def _refuse_impossible(self, num_requests: int, num_tokens: int) -> None:
+    def _refuse_too_long(self, num_tokens: int, token_field: str) -> None:
         limits = self._config
-        if num_requests > limits.max_live_requests:
-            raise InvalidRequestError(
-                f"`n`: one request may have at most {limits.max_live_requests} choices over all its prompts, "
-                f"got {num_requests}",
-                param="n",
-            )
         if limits.max_live_tokens is not None and num_tokens > limits.max_live_tokens:
             raise InvalidRequestError(
-                f"`max_tokens`: prompt and new tokens of one request may be at most {limits.max_live_tokens} "
+                f"`{token_field}`: prompt and new tokens of one request may be at most {limits.max_live_tokens} "
                 f"over all its choices, got {num_tokens}",
-                param="max_tokens",
+                param=token_field,
             )

@@ -115,10 +115,16 @@ def create_app(
         arrival, deadline = time.monotonic(), time.time() + config.admission.request_timeout_s
         body = await read(request, body_model)
         entry = find(body.model)
+        admission.refuse_too_many(body.num_choices)  # before work is done for each of them
         translated = await translate(body, entry, deadline=deadline)
         async with AsyncExitStack() as stack:
             stack.enter_context(
-                admission.admit(entry.name, len(translated.requests), translated.num_live_tokens)
+                admission.admit(
+                    entry.name,
+                    len(translated.requests),
+                    translated.num_live_tokens,
+                    translated.new_token_field,
+                )
             )
             record = stack.enter_context(
                 RequestRecord(

@@ -17,6 +17,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 #: Bodies above this many bytes are parsed in a thread, so that they do not hold up other requests.
 _INLINE_BYTES = 64 * 1024
+#: Levels of arrays and objects. Far below what Python's stack holds, for a body is walked, dumped and repeated in
+#: places where the stack is deeper than here.
+MAX_NESTING = 256
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -77,6 +80,8 @@ def _parse(raw: bytes, model: type[Model]) -> Model:
         raise _bad_json(f"The body is not valid JSON: {error}") from None
     except ValueError:  # int() refuses thousands of digits
         raise _bad_json("The body is not valid JSON: a number is too long") from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING and _is_deeper(data, MAX_NESTING):
+        raise _bad_json(f"The body is not valid JSON: nested too deeply (at most {MAX_NESTING} levels)")
     if not isinstance(data, dict):
         raise _bad_json(f"The body must be a JSON object, got {_kind(data)}")
     try:
@@ -85,6 +90,20 @@ def _parse(raw: bytes, model: type[Model]) -> Model:
         return model.model_validate(data)
     except ValidationError as error:
         raise from_validation(error) from None
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _refuse_lone_surrogates(value: Any, where: str) -> None:

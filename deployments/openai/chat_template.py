@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deployments.openai.tools import knows_hermes_tools
@@ -94,9 +94,11 @@ class PromptEncoder:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
+        check_length: Callable[[int], None] = lambda _: None,
     ) -> list[int]:
         """Tokens of a chat, by default with the generation prompt. ``tools`` (OpenAI's objects) are text of
-        users as messages are.
+        users as messages are. ``check_length`` gets the number of characters before they are tokenized, and raises
+        when there are too many.
 
         Raises ``UnsupportedParameterError`` for a model without a chat template, ``InvalidRequestError`` for
         messages that the template refuses or fails on; both name ``messages``.
@@ -104,6 +106,7 @@ class PromptEncoder:
         text, marked = self.render_chat(
             messages, template_kwargs, tools=tools, add_generation_prompt=add_generation_prompt
         )
+        check_length(len(text))
         if not marked:
             return list(self._normal.encode(text, add_special_tokens=False).ids)
         ids: list[int] = []

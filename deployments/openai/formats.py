@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from deployments.openai.model import RequestModel
+from deployments.openai.model import RequestModel, check_unicode
 
 #: Names of schemas and of tools, as OpenAI has them.
 NAME_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
@@ -60,6 +60,7 @@ class StructuredOutputs(RequestModel):
         if isinstance(value, str):
             try:
                 value = json.loads(value)
+                check_unicode(value)
             except (ValueError, RecursionError):
                 raise ValueError("is no valid JSON") from None
         if value is not None and not isinstance(value, dict):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 logger = logging.getLogger(__name__)
+
+
+def check_unicode(value: Any) -> None:
+    """Raises ``ValueError`` for a parsed JSON value with half a surrogate pair in it, which has no UTF-8 form.
+    (In a body itself they are refused where it is read; a text in it may be JSON once more.)"""
+    json.dumps(value, ensure_ascii=False).encode("utf-8")
 
 
 class RequestModel(BaseModel):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from deployments.openai.formats import ResponseFormat, StructuredOutputs
-from deployments.openai.model import RequestModel
+from deployments.openai.model import RequestModel, check_unicode
 from deployments.openai.tools import TOOL_CHOICE_SCHEMA, Tools, parse_tool_choice
 
 MAX_CHOICES = 128
@@ -173,6 +173,16 @@ class GenerationBody(RequestModel):
         return self.max_tokens
 
     @property
+    def new_token_field(self) -> str:
+        """The field that ``new_token_limit`` comes from, or would."""
+        return "max_tokens"
+
+    @property
+    def num_choices(self) -> int:
+        """Over all prompts."""
+        return self.n
+
+    @property
     def num_top_logprobs(self) -> int | None:
         """None is no logprobs at all; 0 those of the chosen tokens only."""
         return None
@@ -210,6 +220,10 @@ class ChatCompletionRequest(GenerationBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def new_token_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def num_top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -245,6 +259,10 @@ class CompletionRequest(GenerationBody):
     def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.prompt)
+
 
 def _is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -266,6 +284,7 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         arguments = json.loads(function["arguments"])
+        check_unicode(arguments)
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

@@ -77,7 +77,8 @@ class ResponsesBuilder(ChatResponseBuilder):
         return b""
 
     def failure(self, error: BlockserveError) -> bytes:
-        code = "rate_limit_exceeded" if status_of(error) == 429 else "server_error"
+        status = status_of(error)
+        code = {429: "rate_limit_exceeded", 400: "invalid_prompt"}.get(status, "server_error")
         self._status = "failed"
         self._error = {"code": code, "message": error_body(error)["error"]["message"]}
         return self.encode(self._event("response.failed", response=self._response()), StreamOptions())

@@ -18,15 +18,15 @@ from deployments.openai.formats import Name, ResponseFormat
 from deployments.openai.model import RequestModel
 from deployments.openai.protocol import ChatCompletionRequest, Int64, StreamOptions
 from deployments.openai.tools import MAX_TOOLS
-from deployments.openai.translate import TranslatedRequest, translate_chat
+from deployments.openai.translate import UNSUPPORTED_EXTRAS, TranslatedRequest, translate_chat
 from replicas.errors import InvalidRequestError, UnsupportedParameterError
 
 #: What responses and chat completions call by the same name, extensions among them.
 _SAME = (
-    "model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_k", "min_p", "seed", "min_tokens",
-    "ignore_eos", "stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
-    "chat_template_kwargs", "block_length", "steps", "threshold", "editing_threshold", "max_post_steps",
-    "eos_early_stop",
+    "model", "temperature", "top_p", "stream", "stream_options", "parallel_tool_calls", "top_k", "min_p", "seed",
+    "min_tokens", "ignore_eos", "stop", "stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias", "structured_outputs", "chat_template_kwargs", "block_length", "steps", "threshold",
+    "editing_threshold", "max_post_steps", "eos_early_stop", *UNSUPPORTED_EXTRAS,
 )  # fmt: skip
 #: Of a chat request's field names to this one's, longest first.
 _FIELDS = (
@@ -93,6 +93,10 @@ class ResponsesRequest(RequestModel):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     user: str | None = None
 
+    @property
+    def num_choices(self) -> int:
+        return 1
+
     @field_validator("input", mode="before")
     @classmethod
     def _text_is_a_message(cls, value: Any) -> Any:
@@ -119,7 +123,8 @@ async def translate_responses(
         raise _renamed(from_validation(error)) from None
     except InvalidRequestError as error:
         raise _renamed(error) from None
-    return TranslatedResponsesRequest(**vars(translated), body=body)
+    own = {"new_token_field": "max_output_tokens", "grammar_param": _own_name(translated.grammar_param or "")}
+    return TranslatedResponsesRequest(**vars(translated) | own, body=body)
 
 
 def _refuse_unsupported(body: ResponsesRequest) -> None:
@@ -176,7 +181,7 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
     assistant: dict[str, Any] | None = None
     for i, item in enumerate(body.input):
         where = f"input[{i}]"
-        kind = item.get("type", "message")
+        kind = "message" if item.get("type") is None else item["type"]
         if kind == "message":
             if assistant is not None:
                 yield assistant
@@ -244,9 +249,16 @@ def _text(item: dict[str, Any], key: str, where: str) -> str:
 def _renamed(error: InvalidRequestError) -> InvalidRequestError:
     """The error under the name that the field has in this API."""
     name = error.param or ""
+    new = _own_name(name)
+    if new == name:
+        return error
+    return type(error)(error.message.replace(f"`{name}`", f"`{new}`"), param=new, code=error.code)
+
+
+def _own_name(name: str) -> str:
+    """This API's name for a field of a chat request."""
     for pattern, replacement in _FIELDS:
         new, found = pattern.subn(replacement, name)
         if found:
-            message = error.message.replace(f"`{name}`", f"`{new}`")
-            return type(error)(message, param=new, code=error.code)
-    return error
+            return new
+    return name

@@ -76,4 +76,5 @@ def _chat_tokens(body: TokenizeRequest, entry: ModelEntry) -> list[int]:
         body.chat_template_kwargs,
         tools=plan.for_template() if plan else [],
         add_generation_prompt=body.add_generation_prompt,
+        check_length=lambda length: refuse_hopeless(length, entry, "messages"),
     )

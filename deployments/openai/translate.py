@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import secrets
 import uuid
 from collections.abc import Callable
@@ -29,7 +28,7 @@ _INLINE_CHARACTERS = 4096
 _SEED_RANGE = 2**63
 _DIFFUSION_FIELDS = ("steps", "threshold", "editing_threshold", "max_post_steps", "eos_early_stop")
 #: Extensions of peers that change the output; accepting and ignoring them would be a lie.
-_UNSUPPORTED_EXTRAS = (
+UNSUPPORTED_EXTRAS = (
     "best_of", "chat_template", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "length_penalty",
     "prompt_logprobs", "use_beam_search",
 )  # fmt: skip
@@ -41,6 +40,7 @@ _pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 class TranslatedRequest:
     """One HTTP request as engine requests: prompt by prompt, each with its ``n`` choices, so that the choice
     index is the position. ``echo_texts``: per choice, a text that comes before its output ("" is none).
+    ``new_token_field``: the request's name for the limit of new tokens.
     ``tools``: what calls to look for in the output. ``grammar_param``: the field that the grammar comes from."""
 
     requests: list[GenerationRequest]
@@ -48,6 +48,7 @@ class TranslatedRequest:
     num_prompts: int
     num_prompt_tokens: int
     echo_texts: list[str]
+    new_token_field: str = "max_tokens"
     tools: ToolPlan | None = None
     grammar_param: str | None = None
 
@@ -67,10 +68,13 @@ async def translate_chat(
     grammar = await _grammar(body, entry, plan)
     messages = [message.for_template() for message in body.messages]
     tools = plan.for_template() if plan else []
-    size = sum(len(message.content or "") for message in body.messages) + len(json.dumps(tools))
-    encode = functools.partial(entry.encoder.encode_chat, messages, body.chat_template_kwargs, tools=tools)
-    refuse_hopeless(size, entry, "messages")
-    prompt = await _run(encode, size)
+    check = functools.partial(refuse_hopeless, entry=entry, field="messages")
+    check(sum(len(message.content or "") for message in body.messages))
+    encode = functools.partial(
+        entry.encoder.encode_chat, messages, body.chat_template_kwargs, tools=tools, check_length=check
+    )
+    # Which of all this the template writes is not known before it has.
+    prompt = await _run(encode, _size(messages, body.chat_template_kwargs, tools))
     translated = _build(body, entry, [(prompt, "")], "messages", grammar, deadline)
     return replace(translated, tools=plan, grammar_param=_grammar_param(body, plan))
 
@@ -87,17 +91,23 @@ async def translate_completion(
     if body.echo and body.logprobs is not None:
         raise _unsupported("echo", "is not supported together with `logprobs`")
     grammar = await _grammar(body, entry, None)
+    encode = functools.partial(_encode_prompts, body, entry)
+    prompts = await _run(encode, sum(len(prompt) for prompt in body.prompt))
+    translated = _build(body, entry, prompts, "prompt", grammar, deadline)
+    return replace(translated, grammar_param=_grammar_param(body, None))
+
+
+def _encode_prompts(body: CompletionRequest, entry: ModelEntry) -> list[tuple[list[int], str]]:
+    """Token ids of every prompt, and the text that the output begins with."""
     prompts: list[tuple[list[int], str]] = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
             refuse_hopeless(len(prompt), entry, "prompt")
-            ids = await _run(functools.partial(entry.encoder.encode_text, prompt), len(prompt))
-            prompts.append((ids, prompt if body.echo else ""))
+            prompts.append((entry.encoder.encode_text(prompt), prompt if body.echo else ""))
         else:
             check_token_ids(prompt, entry, "prompt")
             prompts.append((prompt, entry.encoder.decode(prompt) if body.echo else ""))
-    translated = _build(body, entry, prompts, "prompt", grammar, deadline)
-    return replace(translated, grammar_param=_grammar_param(body, None))
+    return prompts
 
 
 def _build(
@@ -112,6 +122,7 @@ def _build(
     echo_texts: list[str] = []
     base_seed = secrets.randbelow(_SEED_RANGE) if body.seed is None else body.seed
     diffusion = _diffusion_params(body, entry)
+    logit_bias = _logit_bias(body, entry)
     if grammar is not None and body.min_tokens:
         # Where a grammar's text ends nothing but EOS may follow, and that is what `min_tokens` forbids.
         raise InvalidRequestError(
@@ -129,24 +140,35 @@ def _build(
                 f"`{field}`: the mask token (id {mask}) is not allowed in a prompt", param=field
             )
         max_tokens = _new_token_limit(body, entry, len(prompt), field)
+        sampling = _sampling_params(body, entry, max_tokens, logit_bias, grammar)
+        token_ids = tuple(prompt)
         for _ in range(body.n):
             seed = (base_seed + len(requests)) % _SEED_RANGE
             requests.append(
                 GenerationRequest(
                     request_id=uuid.uuid4().hex,
                     model=entry.name,
-                    prompt_token_ids=tuple(prompt),
-                    sampling=replace(_sampling_params(body, entry, max_tokens, seed), grammar=grammar),
+                    prompt_token_ids=token_ids,
+                    sampling=replace(sampling, seed=seed),
                     diffusion=diffusion,
                     deadline=deadline,
                 )
             )
             echo_texts.append(echo_text)
     num_prompt_tokens = sum(len(prompt) for prompt, _ in prompts)
-    return TranslatedRequest(requests, tuple(body.stop), len(prompts), num_prompt_tokens, echo_texts)
+    return TranslatedRequest(
+        requests, tuple(body.stop), len(prompts), num_prompt_tokens, echo_texts, body.new_token_field
+    )
 
 
-def _sampling_params(body: GenerationBody, entry: ModelEntry, max_tokens: int, seed: int) -> SamplingParams:
+def _sampling_params(
+    body: GenerationBody,
+    entry: ModelEntry,
+    max_tokens: int,
+    logit_bias: tuple[tuple[int, float], ...],
+    grammar: str | None,
+) -> SamplingParams:
+    """Of one prompt, without the seed, which is each choice's own."""
     defaults = entry.config.sampling
     temperature = defaults.temperature if body.temperature is None else body.temperature
     top_p = defaults.top_p if body.top_p is None else body.top_p
@@ -163,13 +185,13 @@ def _sampling_params(body: GenerationBody, entry: ModelEntry, max_tokens: int, s
         temperature=temperature,
         top_k=min(top_k, entry.info.vocab_size),
         top_p=top_p,
-        seed=seed,
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
         min_tokens=body.min_tokens,
         logprobs=body.num_top_logprobs,
         min_p=body.min_p,
-        logit_bias=_logit_bias(body, entry),
+        logit_bias=logit_bias,
+        grammar=grammar,
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
         repetition_penalty=body.repetition_penalty,
@@ -225,7 +247,7 @@ def _new_token_limit(body: GenerationBody, entry: ModelEntry, num_prompt_tokens:
     if wanted is None:
         return room
     if wanted > room:
-        name = "max_tokens" if wanted == body.max_tokens else "max_completion_tokens"
+        name = body.new_token_field
         raise ContextLengthExceededError(
             f"`{name}`: this model's maximum context length is {limit} tokens, but "
             f"{num_prompt_tokens + wanted} were requested ({num_prompt_tokens} in the prompt, {wanted} new)",
@@ -271,7 +293,7 @@ def _refuse_unsupported(body: GenerationBody, entry: ModelEntry) -> None:
         if body.structured_outputs is not None:
             raise _unsupported("structured_outputs", "is not supported by this model")
     extras = body.model_extra or {}
-    for name in _UNSUPPORTED_EXTRAS:
+    for name in UNSUPPORTED_EXTRAS:
         value = extras.get(name)
         # 0 asks for the prompt's logprobs without alternatives; of the others it is nothing, and one of one is plain.
         neutral = value is None or value is False if name == "prompt_logprobs" else not value
@@ -331,6 +353,20 @@ async def _grammar(body: GenerationBody, entry: ModelEntry, plan: ToolPlan | Non
         entry.encoder.control_tokens,
     )
     return await _run(make, _INLINE_CHARACTERS + 1 if wanted else 0)
+
+
+def _size(*values: Any) -> int:
+    """Characters and items of nested values, counted no further than to see that they are many."""
+    size = 0
+    rest = list(values)
+    while rest and size <= _INLINE_CHARACTERS:
+        value = rest.pop()
+        size += len(value) if isinstance(value, str) else 1
+        if isinstance(value, dict):
+            rest += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            rest += value
+    return size
 
 
 async def _run(function: Callable[[], T], size: int) -> T:

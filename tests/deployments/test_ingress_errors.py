@@ -92,6 +92,18 @@ async def test_lone_surrogates(client, body, param):
     refused(response, 400, param=param, text="surrogate")
 
 
+async def test_lone_surrogates_in_a_schema_that_is_a_text(client):
+    body = {"model": "m", "prompt": "x", "structured_outputs": {"json": r'{"properties": {"\ud800": 5}}'}}
+    response = await client.post("/v1/completions", json=body)
+    refused(response, 400, param="structured_outputs.json")
+
+
+async def test_too_many_choices_are_refused_before_any_work(client, monkeypatch):
+    monkeypatch.setattr(type(ENTRY.encoder), "encode_text", None)
+    body = {"model": "m", "prompt": ["a"] * 1024, "n": 128, "logit_bias": {"1": 1}}
+    refused(await client.post("/v1/completions", json=body), 400, param="n", text="131072")
+
+
 async def test_surrogate_pairs_are_fine(client, dispatcher):
     body = r'{"model": "m", "messages": [{"role": "user", "content": "\ud83d\ude00"}]}'
     assert (await client.post("/v1/chat/completions", content=body, headers=JSON)).status_code == 200

@@ -2,15 +2,17 @@
 
 import json
 
+import httpx
 import openai
 import pydantic
 import pytest
-from fake_dispatcher import FakeDispatcher, fails, http_client, load_entry, says, validate
+from fake_dispatcher import FakeDispatcher, config_for, fails, http_client, load_entry, says, validate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from tool_templates import tool, with_tools
 
+from deployments.ingress import create_app
 from replicas import errors
 from replicas.protocol import FinishReason, RequestOutput, TokenLogprob
 
@@ -271,6 +273,17 @@ FORMAT = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
         ({"text": {"format": FORMAT | {"schema": {"not": {}}}}}, "text.format.schema"),
         ({"text": {"format": FORMAT | {"schema": {"$ref": "#/a"}}}}, "text.format.schema.$ref"),
         ({"text": {"format": FORMAT}, "model": "llada"}, "text.format"),
+        ({"stop": ["x"] * 99}, "stop"),
+        ({"stream_options": {"include_usage": 5}}, "stream_options.include_usage"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a"}, "model": "llada"}, "structured_outputs"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"best_of": 2}, "best_of"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -283,6 +296,74 @@ async def test_what_is_wrong_is_named(http, dispatcher, fields, param, stream):
     assert f"`{param}`" in error["message"]
     assert dispatcher.requests == []
     assert (await ask(http))["status"] == "completed"
+
+
+async def test_stream_options_need_a_stream(http):
+    response = await http.post("/v1/responses", json=BODY | {"stream_options": {"include_usage": True}})
+    assert response.status_code == 400
+    assert "stream_options" in response.json()["error"]["message"]
+    await ask_stream(http, stream_options={"include_usage": True})
+
+
+async def test_extensions_do_what_they_do_in_chats(http, dispatcher):
+    response = await ask(http, stop=["ß"], structured_outputs={"regex": "[a-z]+"})
+    assert response["output"][0]["content"][0]["text"] == "Grü"
+    assert "[a-z]+" in dispatcher.requests[0].sampling.grammar
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_fails_at_the_engine_has_its_own_name(http, dispatcher, stream):
+    bounds = errors.InvalidRequestError("`grammar`: reached its bounds", param="grammar")
+    dispatcher.script = fails(bounds)
+    fields = {"text": {"format": FORMAT}, "stream": stream}
+    response = await http.post("/v1/responses", json=BODY | fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "text.format")
+    assert error["message"] == "`text.format`: reached its bounds"
+    dispatcher.script = fails(bounds, RequestOutput("x", QWEN.encoder.encode_text("{")))
+    events = await ask_stream(http, text={"format": FORMAT})
+    assert events[-1]["response"]["error"]["code"] == "invalid_prompt"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/responses"])
+async def test_lone_surrogates_in_arguments_stay_escaped(http, path):
+    """Arguments are JSON within JSON; a model may write such a text, and its client sends it back."""
+    arguments = r'{"x": "\ud800"}'
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "y"},
+    ]
+    item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}
+    fields = {"input": [item]} if path == "/v1/responses" else {"messages": messages}
+    response = await http.post(path, json={"model": "m"} | fields)
+    assert response.status_code == 200, response.text
+
+
+async def test_null_is_absent_in_items_too(http):
+    await ask(http, input=[{"type": None, "role": "user", "content": "hi"}])
+
+
+async def test_the_limit_of_live_tokens_has_each_apis_own_name(dispatcher):
+    config = config_for(QWEN, admission={"max_live_tokens": 10})
+    transport = httpx.ASGITransport(app=create_app(config, {"m": QWEN}, dispatcher))
+    messages = [{"role": "user", "content": "hi"}]
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        for path, body, param in (
+            ("responses", BODY, "max_output_tokens"),
+            ("completions", {"model": "m", "prompt": "hi"}, "max_tokens"),
+            ("chat/completions", {"model": "m", "messages": messages}, "max_tokens"),
+            (
+                "chat/completions",
+                {"model": "m", "messages": messages, "max_completion_tokens": 30},
+                "max_completion_tokens",
+            ),
+        ):
+            response = await http.post(f"/v1/{path}", json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param)
+            assert error["message"].startswith(f"`{param}`: ")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -512,19 +512,33 @@ async def test_template_code_in_any_text_stays_text(text):
 
 @pytest.mark.parametrize("depth", [100, 250, 400, 600, 800, 900, 950, 2000])
 @pytest.mark.parametrize("escape", ["", r"\ud83d\ude00"])
-async def test_deep_nesting_is_a_400_at_most(depth, escape):
-    async with client_for() as client:
-        for field in (
-            '"chat_template_kwargs": {"a": %s}',
-            '"odd": %s',
-            '"tools": [{"a": %s}], "tool_choice": "none"',
+@pytest.mark.parametrize(
+    "padding", [0, 70_000]
+)  # the longer ones are parsed in a thread, whose stack is short
+async def test_deep_nesting_is_a_400_at_most(depth, escape, padding):
+    chat = '"messages": [{"role": "user", "content": "x"}]'
+    dispatcher = FakeDispatcher(says(ENTRY, "fine"))
+    async with client_for(dispatcher=dispatcher) as client:
+        for path, start, field in (
+            ("chat/completions", chat, '"chat_template_kwargs": {"a": %s}'),
+            ("chat/completions", chat, '"odd": %s'),
+            ("chat/completions", chat, '"tools": [{"a": %s}], "tool_choice": "none"'),
+            ("responses", '"input": "x"', '"text": {"format": {"type": "text", "x": %s}}'),
+            ("responses", '"input": "x", "stream": true', '"text": {"format": {"type": "text", "x": %s}}'),
+            ("tokenize", '"prompt": "x"', '"odd": %s'),
         ):
             deep = field % ('{"a":' * depth + f'"{escape}"' + "}" * depth)
-            body = '{"model": "m", "messages": [{"role": "user", "content": "x"}], ' + deep + "}"
+            body = f'{{"model": "m", {start}, "user": "{"u" * padding}", {deep}}}'
             response = await client.post(
-                "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+                "/tokenize" if path == "tokenize" else f"/v1/{path}",
+                content=body,
+                headers={"content-type": "application/json"},
             )
             assert response.status_code in (200, 400), response.text
+            if depth > 256:
+                assert "nested too deeply" in response.text
+            if response.status_code == 200 and "stream" in start:
+                assert "response.completed" in response.text
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
 

@@ -1,7 +1,9 @@
+import threading
 from dataclasses import replace
 
 import pytest
 from fake_dispatcher import load_entry
+from tool_templates import with_tools
 
 from deployments.openai.protocol import ChatCompletionRequest, CompletionRequest
 from deployments.openai.translate import translate_chat, translate_completion
@@ -52,6 +54,63 @@ async def test_given_values_win():
     assert (sampling.min_tokens, sampling.ignore_eos, sampling.stop_token_ids) == (2, True, (5,))
     assert sampling.seed == 2**63 - 1
     assert translated.stop == ("x",)
+
+
+async def test_choices_share_what_is_the_same():
+    translated = await complete(prompt=["ab", "cd"], n=2, logit_bias={"3": 1.5}, seed=5)
+    first, second, third, _ = translated.requests
+    assert first.prompt_token_ids is second.prompt_token_ids
+    assert first.sampling.logit_bias is second.sampling.logit_bias is third.sampling.logit_bias
+    assert [request.sampling.seed for request in translated.requests] == [5, 6, 7, 8]
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Names of the threads in which texts are encoded."""
+    names = []
+    for name in ("encode_text", "encode_chat"):
+        encode = getattr(type(QWEN.encoder), name)
+
+        def recording(*arguments, _encode=encode, **keywords):
+            names.append(threading.current_thread().name.split("_")[0])
+            return _encode(*arguments, **keywords)
+
+        monkeypatch.setattr(type(QWEN.encoder), name, recording)
+    return names
+
+
+LONG_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "x" * 5000}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template_kwargs": {"hint": "x" * 5000}},
+        {"chat_template_kwargs": {"items": list(range(5000))}},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [LONG_CALL]}]},
+        {"messages": [{"role": "user", "content": "hi", "name": "x" * 5000}]},
+    ],
+)
+async def test_everything_that_a_template_may_write_counts_as_long(threads, fields):
+    await chat(**fields)
+    assert threads == ["tokenize"]
+
+
+async def test_many_short_prompts_are_long_together(threads):
+    await complete(prompt=["x" * 50] * 100)
+    assert threads == ["tokenize"] * 100
+    await complete(prompt=["x" * 50] * 3)
+    assert threads[100:] == ["MainThread"] * 3
+
+
+async def test_what_a_template_writes_is_refused_before_it_is_tokenized(monkeypatch):
+    entry = with_tools(QWEN)
+    call = LONG_CALL | {"function": {"name": "f", "arguments": "x" * 10**6}}
+    monkeypatch.setattr(entry.encoder, "_encode_plain", None)
+    monkeypatch.setattr(entry.encoder, "_normal", None)
+    with pytest.raises(ContextLengthExceededError, match="characters") as caught:
+        await chat(entry, messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert caught.value.param == "messages"
 
 
 async def test_top_p_zero_is_greedy():
