@@ -87,6 +87,9 @@ def _placement(model: ModelConfig) -> dict[str, Any]:
     if size == 1:
         return options
     bundle = {name: amount for name, amount in amounts.items() if amount}
+    if model.engine.backend == "vllm":
+        # vLLM's executor puts a worker of its own on the GPU of every bundle, the first among them.
+        options["ray_actor_options"]["num_gpus"] = 0
     return options | {
         "placement_group_bundles": [dict(bundle) for _ in range(size)],
         "placement_group_strategy": "PACK",
@@ -144,13 +147,16 @@ class Ingress:
         )
 
     async def _load_models(self) -> None:
-        for model in self.config.models:
-            while model.name not in self.models:
-                try:
-                    self.models[model.name] = await asyncio.to_thread(_load_entry, model)
-                except Exception:
-                    logger.exception("Loading the tokenizer of %s failed; trying again.", model.name)
-                    await asyncio.sleep(LOAD_RETRY_DELAY_S)
+        """Each on its own: a model that cannot be loaded keeps no other from being served."""
+        await asyncio.gather(*(self._load_model(model) for model in self.config.models))
+
+    async def _load_model(self, model: ModelConfig) -> None:
+        while model.name not in self.models:
+            try:
+                self.models[model.name] = await asyncio.to_thread(_load_entry, model)
+            except Exception:
+                logger.exception("Loading the tokenizer of %s failed; trying again.", model.name)
+                await asyncio.sleep(LOAD_RETRY_DELAY_S)
 
 
 def _load_entry(model: ModelConfig) -> ModelEntry:

@@ -40,8 +40,8 @@ MAX_CONCURRENT_BATCHES = 64
 STREAM_SILENCE_TIMEOUT_S = 30.0
 #: For the end of a stream whose requests have all ended.
 STREAM_END_TIMEOUT_S = 1.0
-#: Above this many prompt tokens a batch goes by reference: Serve's gRPC transport takes at most 4 MiB.
-MAX_INLINE_TOKENS = 400_000
+#: Above this many bytes a batch goes by reference: Serve's gRPC transport takes at most 4 MiB.
+MAX_INLINE_BYTES = 2_000_000
 
 
 @dataclass(eq=False)
@@ -251,7 +251,9 @@ class BatchingDispatcher:
         requests = [item.request for item in group.live.values()]
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         handle = self._handles[group.model].options(
-            stream=True, method_name="generate_batch", _by_reference=prompt_tokens > MAX_INLINE_TOKENS
+            stream=True,
+            method_name="generate_batch",
+            _by_reference=sum(map(_num_bytes, requests)) > MAX_INLINE_BYTES,
         )
         return handle.remote(
             requests,
@@ -316,3 +318,14 @@ def _request_error(error: Exception) -> RequestError:
     if isinstance(error, BlockserveError):
         return error.to_request_error()
     return RequestError("internal_error", f"{type(error).__name__}: {error}")
+
+
+def _num_bytes(request: GenerationRequest) -> int:
+    """About what a request takes when it is pickled, and not less."""
+    sampling = request.sampling
+    return (
+        512
+        + 5 * (len(request.prompt_token_ids) + len(request.resume_token_ids) + len(sampling.stop_token_ids))
+        + 18 * len(sampling.logit_bias)
+        + len((sampling.grammar or "").encode())
+    )

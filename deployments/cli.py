@@ -132,8 +132,8 @@ def _serve(args: argparse.Namespace) -> int:
     schema = schema.model_copy(
         update={"http_options": schema.http_options.model_copy(update={"host": host, "port": port})}
     )
-    _check_port(host, port)
     if args.address is None:
+        _check_port(host, port)
         _check_api_keys(configs, host)
     _resolve_models(configs)
 
@@ -142,21 +142,26 @@ def _serve(args: argparse.Namespace) -> int:
 
     _start_ray(args.address, configs)
     _raise_on_signals()
+    deployed = at_once = False
     try:
-        _deploy(schema)
+        client = _start_serve(schema)
+        deployed = True
+        client.deploy_apps(schema, _blocking=False)
         _wait_until_ready(schema, configs, f"http://{_client_host(host)}:{port}")
         while True:
             signal.pause()
     except (_Stop, KeyboardInterrupt):
         print("Draining; once more to stop at once.", file=sys.stderr, flush=True)
+        at_once = True  # if there is another signal
         _drain(schema, configs)
+        at_once = False
         return 0
     except CliError:
-        for app in schema.applications:
+        for app in schema.applications if deployed else ():
             serve.delete(app.name, _blocking=False)
         raise
     finally:
-        if args.address is None:
+        if args.address is None and not at_once:  # it waits for what is being drained
             serve.shutdown()
         ray.shutdown()
 
@@ -310,15 +315,23 @@ def _raise_on_signals() -> None:
     signal.signal(signal.SIGINT, stop)
 
 
-def _deploy(schema: ServeDeploySchema) -> None:
-    """What ``serve run FILE`` does with the file."""
+def _start_serve(schema: ServeDeploySchema) -> Any:
+    """Serve's client, started as ``serve run FILE`` does. Raises ``CliError`` when Serve runs already and listens on
+    another port, which it does not change."""
     from ray.serve._private.api import serve_start
 
     client = serve_start(
         http_options=schema.http_options.model_dump(),
+        grpc_options=schema.grpc_options.model_dump(),
+        controller_options=schema.controller_options,
         proxy_location=schema.proxy_location,
     )
-    client.deploy_apps(schema, _blocking=False)
+    port = client.http_config.port
+    if port != schema.http_options.port:
+        raise CliError(
+            f"Serve runs on this cluster already, on port {port}: port {schema.http_options.port} is not to be had"
+        )
+    return client
 
 
 def _wait_until_ready(schema: ServeDeploySchema, configs: dict[str, BlockserveConfig], url: str) -> None:

@@ -100,6 +100,7 @@ def _answer(
             import llguidance
 
             return f"/{llguidance.regex_to_lark(value)}/", param
+        _check_schemas_in(value, param)
         return value, param
     if response_format is None or response_format.type == "text":
         return None, ""
@@ -112,6 +113,21 @@ def _answer(
 def _json(schema: Mapping[str, Any], param: str) -> str:
     check_schema(schema, param)
     return "%json " + json.dumps({**schema, "x-guidance": _WHITESPACE})
+
+
+def _check_schemas_in(grammar: str, param: str) -> None:
+    """Schemas in a client's own grammar have the bounds of others: the library makes an automaton of them that nothing
+    else bounds."""
+    for directive in re.finditer(r"%json\s*", grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, directive.end())
+        except (ValueError, RecursionError):
+            schema = None
+        if not isinstance(schema, dict):
+            raise InvalidRequestError(
+                f"`{param}`: `%json` must be followed by a schema (an object)", param=param
+            )
+        check_schema(schema, param)
 
 
 def _literal(text: str) -> str:

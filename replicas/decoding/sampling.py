@@ -192,7 +192,8 @@ def draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     total = cdf[:, -1]
     # A product that rounds up to the total would fall off the end.
     target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
+    # A row of NaN has no place for it, and would end the step of all rows as an index out of range.
+    return torch.searchsorted(cdf, target[:, None], right=True)[:, 0].clamp(max=probs.shape[-1] - 1)
 
 
 def counter_uniforms(seed: Sequence[int], position: Sequence[int], step: Sequence[int]) -> np.ndarray:
@@ -281,7 +282,8 @@ def _apply_bias_and_penalties(row: torch.Tensor, adjustment: LogitAdjustment) ->
     if penalties.repetition != 1:
         seen = on_device(penalties.seen)
         logits = row[seen]
-        row[seen] = torch.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition)
+        penalized = torch.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition)
+        row[seen] = penalized.clamp(max=torch.finfo(row.dtype).max)  # inf - inf would be no number
     if len(penalties.generated):
         taken = penalties.frequency * penalties.counts + penalties.presence
         row.index_add_(0, on_device(penalties.generated), -on_device(taken.astype(np.float32)))

@@ -36,6 +36,7 @@ from replicas.protocol import (
     FinishReason,
     GenerationRequest,
     RequestOutput,
+    SamplingParams,
     StepOutput,
     TokenLogprob,
 )
@@ -43,6 +44,8 @@ from replicas.vllm_engine.plugin.canvas import CanvasParams
 
 logger = logging.getLogger(__name__)
 
+#: ``MAX_NUM_STOP_TOKEN_IDS`` of vLLM's sampler for GPUs.
+MAX_STOP_TOKEN_IDS = 128
 _FINISH_REASONS = {"STOP": FinishReason.STOP, "LENGTH": FinishReason.LENGTH, "ABORT": FinishReason.ABORT}
 
 
@@ -288,6 +291,10 @@ class VllmEngine:
         stats.num_decode_tokens += len(tokens)
         if output.finish_reason is not None:
             reason = _FINISH_REASONS.get(output.finish_reason.name)
+            if reason is None and live.request.sampling.grammar is not None:
+                return self._failed(
+                    live, InvalidRequestError("`grammar` cannot be followed any further", param="grammar")
+                )
             if reason is None:
                 return self._failed(live, StepFailedError("vLLM reports a fault in this request's step"))
             result = live.output(tokens, finish_reason=reason)
@@ -305,13 +312,15 @@ class VllmEngine:
         """As vLLM's front end would make it. Raises ``InvalidRequestError`` for what vLLM refuses."""
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import SamplingParams
+        from vllm.sampling_params import SamplingParams as VLLMSamplingParams
 
         sampling = request.sampling
         num_given = len(request.resume_token_ids)
         stop = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop |= set(self.info.eos_token_ids)
+        if not self.info.is_diffusion:
+            _refuse_for_vllm(sampling, num_given, len(stop))
         structured_outputs = self._structured_outputs(request, stop)
         prompt = tokens_input([*request.prompt_token_ids, *request.resume_token_ids])
         common: dict[str, Any] = {
@@ -326,9 +335,9 @@ class VllmEngine:
         seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
         try:
             if self.info.is_diffusion:
-                params = SamplingParams(**common, extra_args=self._extra_args(request, min_tokens, seed))
+                params = VLLMSamplingParams(**common, extra_args=self._extra_args(request, min_tokens, seed))
             else:
-                params = SamplingParams(
+                params = VLLMSamplingParams(
                     **common,
                     min_tokens=min_tokens,
                     temperature=sampling.temperature,
@@ -422,6 +431,23 @@ class VllmEngine:
             # A closed loop has nobody left to serve.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(wakeup.set)
+
+
+def _refuse_for_vllm(sampling: SamplingParams, num_resumed: int, num_stop: int) -> None:
+    """What vLLM's samplers of autoregressive models cannot do. Raises ``InvalidRequestError`` (the field named)."""
+    if sampling.min_tokens and num_stop > MAX_STOP_TOKEN_IDS:
+        # Its sampler on a GPU has room for no more, and raises in the step of all requests.
+        raise InvalidRequestError(
+            f"`stop_token_ids`: with `min_tokens` at most {MAX_STOP_TOKEN_IDS} tokens may end a request, the model's "
+            f"own among them, got {num_stop}",
+            param="stop_token_ids",
+        )
+    if num_resumed and (sampling.frequency_penalty or sampling.presence_penalty):
+        # To vLLM the resumed tokens are the prompt's, which these penalties do not count.
+        raise UnsupportedParameterError(
+            "`resume_token_ids` are not supported together with a frequency or presence penalty",
+            param="resume_token_ids",
+        )
 
 
 def generator_seed(seed: int) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import pickle
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from configs.schema import BatchingConfig
 from deployments import batching
 from deployments.batching import BatchingDispatcher
-from replicas.protocol import FinishReason, GenerationRequest, RequestOutput
+from replicas.protocol import FinishReason, GenerationRequest, RequestOutput, SamplingParams
 
 Script = Callable[[list[GenerationRequest]], AsyncIterator[tuple[str, Any]]]
 
@@ -188,12 +190,32 @@ async def test_a_reader_that_left_before_the_header_is_aborted_after_it(dispatch
 
 
 async def test_large_batches_go_by_reference(dispatcher_for, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "MAX_INLINE_TOKENS", 5)
+    monkeypatch.setattr(batching, "MAX_INLINE_BYTES", 5000)
     handle = FakeHandle(answer)
     dispatcher = dispatcher_for(handle)
-    await collect(dispatcher, request("small", *range(5)))
-    await collect(dispatcher, request("large", *range(6)))
-    assert [call["_by_reference"] for call in handle.calls] == [False, True]
+    await collect(dispatcher, request("small", *range(500)))
+    await collect(dispatcher, request("large", *range(1500)))
+    constrained = request("grammar", *range(500))
+    grammar = replace(constrained.sampling, grammar='start: "' + "a" * 5000 + '"')
+    await collect(dispatcher, replace(constrained, sampling=grammar))
+    assert [call["_by_reference"] for call in handle.calls] == [False, True, True]
+
+
+@pytest.mark.parametrize("prompt", [(), (1, 2, 3), tuple(range(70_000, 90_000))])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"grammar": "ä" * 1000},
+        {"logit_bias": tuple((70_000 + i, i / 7) for i in range(1000))},
+        {"stop_token_ids": tuple(range(70_000, 70_256))},
+    ],
+)
+def test_no_request_takes_more_bytes_than_reckoned(prompt: tuple[int, ...], sampling: dict[str, Any]) -> None:
+    one = GenerationRequest("i" * 32, "m" * 64, prompt, SamplingParams(seed=2**62, **sampling), deadline=0.1)
+    for copies in (1, 3):
+        batch = [replace(one, request_id=str(i) * 32) for i in range(copies)]
+        assert len(pickle.dumps(batch)) <= sum(map(batching._num_bytes, batch))
 
 
 async def test_handle_calls_run_in_a_clean_context(dispatcher_for) -> None:

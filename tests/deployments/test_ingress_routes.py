@@ -1,5 +1,6 @@
 """Chat and text completions over HTTP, whole and streamed, checked against the OpenAI document."""
 
+import asyncio
 import json
 import logging
 import re
@@ -20,9 +21,12 @@ from fake_dispatcher import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.schema import BlockserveConfig
+from deployments import app as application
 from deployments.ingress import create_app
 from deployments.openai.contracts import ModelState
 from deployments.openai.metrics import request_logger
+from replicas.errors import ModelLoadError
 from replicas.protocol import FinishReason, RequestOutput
 
 LLADA = load_entry("llada2_b32", "org/llada")
@@ -248,6 +252,25 @@ async def test_the_own_openapi_document_has_no_dangling_reference():
         "DetokenizeRequest",
     }
     assert bodies | {"ChatMessage", "Tool", "ErrorResponse"} <= names <= schemas.keys()
+
+
+async def test_a_tokenizer_that_cannot_be_loaded_keeps_no_other_model_back(monkeypatch):
+    def load(model):
+        if model.name == "bad":
+            raise ModelLoadError("no tokenizer")
+        return QWEN
+
+    monkeypatch.setattr(application, "_load_entry", load)
+    bad = QWEN.config.model_copy(update={"name": "bad"})
+    ingress = application.Ingress(BlockserveConfig(models=(bad, QWEN.config)), {})
+    loading = asyncio.create_task(ingress._load_models())
+    for _ in range(400):
+        await asyncio.sleep(0.05)
+        if ingress.models:
+            break
+    assert list(ingress.models) == [QWEN.name]
+    assert not loading.done()
+    loading.cancel()
 
 
 async def test_a_model_whose_tokenizer_is_loading_is_503():

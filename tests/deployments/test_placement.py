@@ -40,6 +40,17 @@ def test_every_rank_has_a_bundle() -> None:
     )
 
 
+def test_vllm_puts_a_worker_on_the_gpu_of_every_bundle() -> None:
+    tree = model(2, num_cpus=2, num_gpus=1).model_dump()
+    tree["engine"]["backend"] = "vllm"
+    config = _engine_deployment(ModelConfig.model_validate(tree), "m")._replica_config
+    assert config.placement_group_bundles == [{"CPU": 2, "GPU": 1}] * 2
+    assert (
+        config.ray_actor_options["num_gpus"] == 0
+    )  # the replica's own would leave none for the first worker
+    assert config.ray_actor_options["num_cpus"] == 2
+
+
 def test_a_local_cluster_has_room_for_all_ranks() -> None:
     config = BlockserveConfig(models=(model(4, num_cpus=2),))
     assert needed_cpus({"app": config}) == 25  # 3 replicas x 4 ranks x 2, and the ingress

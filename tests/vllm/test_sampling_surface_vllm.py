@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from vllm_client import GOLDEN, LLADA2, QWEN, request
@@ -143,6 +144,50 @@ def test_grammars_among_other_requests(qwen):
     tokens = qwen.tokens(*mixed)
     assert tokens[0] == tokens[2] == tokens[4] == alone
     assert tokens[1] == tokens[3] == tokens[5] != alone
+
+
+def test_a_grammar_that_reaches_its_bounds_fails_its_request_alone(qwen, torch_engine):
+    """After 40 characters it has too many places to be in."""
+    grammar = "start: /(.|\\n){40}/ " + '"a"? ' * 3000
+    asked = request("r", PROMPT, max_tokens=120, ignore_eos=True, grammar=grammar)
+    qwen.engine.submit(asked)
+    qwen.engine.submit(request("other", PROMPT, max_tokens=100, ignore_eos=True))
+    ours, reference = qwen.finish("r"), torch_engine(QWEN).generate([asked])["r"]
+    for output in (ours, reference):
+        assert output.finish_reason is FinishReason.ERROR
+        assert (output.error.code, output.error.param) == ("invalid_request", "grammar")
+        assert "cannot be followed" in output.error.message
+    assert len(qwen.finish("other").new_token_ids) == 100
+
+
+def test_what_vllms_samplers_cannot_do_is_refused(qwen):
+    many = tuple(range(3, 131))
+    with pytest.raises(InvalidRequestError, match="129") as caught:
+        qwen.engine.submit(request("bad", PROMPT, max_tokens=4, min_tokens=1, stop_token_ids=many))
+    assert caught.value.param == "stop_token_ids"
+    resumed = replace(request("bad", PROMPT, max_tokens=4, frequency_penalty=1.0), resume_token_ids=(5,))
+    with pytest.raises(UnsupportedParameterError) as caught:
+        qwen.engine.submit(resumed)
+    assert caught.value.param == "resume_token_ids"
+    qwen.tokens(
+        request("a", PROMPT, max_tokens=4, stop_token_ids=many),
+        request("b", PROMPT, max_tokens=4, min_tokens=1, stop_token_ids=many[:-1]),
+    )
+
+
+@pytest.mark.parametrize("penalty", [1e-38, 1e38])
+def test_extreme_penalties_harm_nobody(qwen, torch_engine, penalty):
+    mine = [
+        request(
+            "r", PROMPT, max_tokens=8, ignore_eos=True, temperature=1.0, seed=3, repetition_penalty=penalty
+        ),
+        request("other", PROMPT, max_tokens=8, ignore_eos=True),
+    ]
+    alone = torch_engine(QWEN).generate([mine[1]])["other"].new_token_ids
+    together = torch_engine(QWEN).generate(mine)
+    for outputs in (qwen.tokens(*mine), [together["r"].new_token_ids, together["other"].new_token_ids]):
+        assert len(outputs[0]) == 8
+        assert outputs[1] == alone
 
 
 def test_bad_grammars_are_refused_by_name(qwen, llada2):

@@ -1,7 +1,7 @@
 """LLaDA2 for vLLM, through its own hooks for diffusion models.
 
 The entry point ``vllm.general_plugins`` names ``register``: vLLM calls it in each of its processes. For other models
-nothing changes but what ``cpu_seeds`` mends.
+nothing changes but what ``cpu_seeds`` and ``grammar_bounds`` mend.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     from replicas.vllm_engine.plugin.cpu_seeds import keep_seeds_of_chunked_prompts
+    from replicas.vllm_engine.plugin.grammar_bounds import bound_grammars
     from replicas.vllm_engine.plugin.hf_config import LLaDA2MoeConfig
     from replicas.vllm_engine.plugin.vllm_config import (
         BlockDiffusionConfig,
@@ -28,3 +29,4 @@ def register() -> None:
     MODELS_CONFIG_MAP[ARCHITECTURE] = BlockDiffusionConfig
     allow_model_runner_without_triton()
     keep_seeds_of_chunked_prompts()
+    bound_grammars()

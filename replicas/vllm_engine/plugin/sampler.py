@@ -53,7 +53,9 @@ class BlockDiffusionSampler:
                 num_sampled[plan.denoising] = emission.num_tokens
                 sampled[plan.denoising] = emission.tokens
                 logprobs = self._emitted_logprobs(emission, plan.denoising, num_reqs, logits.device)
-            num_rejected = (plan.ends - computed_until).astype(np.int32)
+            # Never more than the query had; vLLM's warm-up on a GPU, which nobody rolls back, would ask for more.
+            query = input_batch.num_scheduled_tokens[:num_reqs]
+            num_rejected = np.clip(plan.ends - computed_until, 0, query).astype(np.int32)
         else:
             # A dummy batch (profiling, warm-up): nothing is emitted, everything counts as computed.
             num_rejected = np.zeros(num_reqs, dtype=np.int32)

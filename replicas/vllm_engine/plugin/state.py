@@ -132,26 +132,8 @@ class BlockDiffusionState(ModelState):
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
         """One non-causal row for each block of each request's query (``make_block_causal_virtual_batches``), out of
-        what the host knows."""
-        if cudagraph_mode == CUDAGraphMode.FULL:
-            # Captured for queries of one whole block each: a row is a request, in the runner's own buffers.
-            num_rows = input_batch.num_reqs_after_padding
-            return build_attn_metadata(
-                attn_groups=attn_groups,
-                num_reqs=num_rows,
-                num_tokens=input_batch.num_tokens_after_padding,
-                query_start_loc_gpu=input_batch.query_start_loc,
-                query_start_loc_cpu=torch.from_numpy(input_batch.query_start_loc_np),
-                max_query_len=self.block_length,
-                seq_lens=input_batch.seq_lens,
-                max_seq_len=self.max_model_len,
-                block_tables=block_tables,
-                slot_mappings=slot_mappings,
-                kv_cache_config=kv_cache_config,
-                seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound,
-                for_cudagraph_capture=for_capture,
-                causal=False,
-            )
+        what the host knows. Not for full CUDA graphs, whose tensors would have to stay where they are:
+        ``BlockDiffusionConfig`` asks for piecewise ones."""
         num_reqs = input_batch.num_reqs
         query_lens = input_batch.num_scheduled_tokens[:num_reqs]
         rows = block_causal_rows(

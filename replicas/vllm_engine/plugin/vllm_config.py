@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.triton_utils import HAS_TRITON
@@ -25,6 +25,11 @@ class BlockDiffusionConfig(VerifyAndUpdateConfig):
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
         scheduler.scheduler_cls = SCHEDULER
         scheduler.async_scheduling = False
+        compilation = vllm_config.compilation_config
+        if compilation.cudagraph_mode is None or compilation.cudagraph_mode.has_full_cudagraphs():
+            # A step has as many rows of attention as blocks, not requests: neither the tensors of a full graph nor
+            # the schedule that FlashAttention 3 keeps for one have room for them.
+            compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise ValueError("`pipeline_parallel_size` must be 1 for block diffusion")
         if scheduler.max_num_batched_tokens < length:

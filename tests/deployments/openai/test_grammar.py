@@ -112,6 +112,7 @@ def test_structured_outputs():
     assert accepts(regex, '"x"')
     assert not accepts(regex, "a/b")
     assert accepts(structured(grammar='start: "a" b\nb: /[0-9]+/'), "a12")
+    assert accepts(structured(grammar='start: "a" %json {"type": "integer", "multipleOf": 3} "b"'), "a12b")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,12 @@ def test_structured_outputs():
         ({"regex": "(?=a)b"}, "structured_outputs.regex"),
         ({"grammar": "start: nothing"}, "structured_outputs.grammar"),
         ({"grammar": "%json"}, "structured_outputs.grammar"),
+        ({"grammar": "start: %json 5"}, "structured_outputs.grammar"),
+        ({"grammar": 'start: "x" %json {"multipleOf": 999983}'}, "structured_outputs.grammar.multipleOf"),
+        (
+            {"grammar": 'start: a\na: %json\n {"items": {"multipleOf": 99991}} "x"'},
+            "structured_outputs.grammar.items.multipleOf",
+        ),
         ({"json": {"not": {}}}, "structured_outputs.json"),
         ({"json": {"$ref": "http://a.b"}}, "structured_outputs.json.$ref"),
     ],

@@ -41,6 +41,15 @@ def test_repetition_penalty_is_that_of_transformers(logits, penalty):
     assert not torch.equal(row, logits)
 
 
+@pytest.mark.parametrize("penalty", [1e-38, 1e-45, 1e38])
+def test_extreme_repetition_penalties_leave_numbers(logits, penalty):
+    row = adjusted(logits, penalties=Penalties.of(TOKENS, NUM_PROMPT, repetition=penalty))
+    ones = torch.ones(1)
+    probs = filtered_probs(row[None], ones, torch.zeros(1, dtype=torch.int64), ones)
+    assert probs.sum().item() == pytest.approx(1)
+    assert not torch.log_softmax(row, dim=-1).isnan().any()
+
+
 @pytest.mark.parametrize(("frequency", "presence"), [(0.7, 0.0), (0.0, -1.5), (-2.0, 2.0)])
 def test_frequency_and_presence_penalties_follow_the_formula_of_openai(logits, frequency, presence):
     # logit[j] - count[j] * frequency - (count[j] > 0) * presence, of generated tokens only.

@@ -120,6 +120,13 @@ def test_draw_at_the_borders_takes_possible_tokens_only():
     assert tokens.tolist() == [1, 1, 3]
 
 
+def test_a_row_that_is_no_number_is_drawn_from_without_harm_to_others():
+    probs = torch.tensor([[torch.nan] * 3, [0.0, 1.0, 0.0]])
+    tokens = draw(probs, torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert 0 <= tokens[0] < 3
+    assert tokens[1] == 1
+
+
 def test_uniforms_are_stateless_and_each_part_of_the_key_counts():
     base = counter_uniforms([1], [2], [3])[0]
     assert counter_uniforms([5, 1, 9], [0, 2, 2], [0, 3, 3])[1] == base
