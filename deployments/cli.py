@@ -142,12 +142,9 @@ def _serve(args: argparse.Namespace) -> int:
 
     _start_ray(args.address, configs)
     _raise_on_signals()
-    deployed = at_once = False
+    at_once = False
     try:
-        client = _start_serve(schema)
-        deployed = True
-        client.deploy_apps(schema, _blocking=False)
-        _wait_until_ready(schema, configs, f"http://{_client_host(host)}:{port}")
+        _deploy(_start_serve(schema), schema, configs, f"http://{_client_host(host)}:{port}")
         while True:
             signal.pause()
     except (_Stop, KeyboardInterrupt):
@@ -156,10 +153,6 @@ def _serve(args: argparse.Namespace) -> int:
         _drain(schema, configs)
         at_once = False
         return 0
-    except CliError:
-        for app in schema.applications if deployed else ():
-            serve.delete(app.name, _blocking=False)
-        raise
     finally:
         if args.address is None and not at_once:  # it waits for what is being drained
             serve.shutdown()
@@ -332,6 +325,19 @@ def _start_serve(schema: ServeDeploySchema) -> Any:
             f"Serve runs on this cluster already, on port {port}: port {schema.http_options.port} is not to be had"
         )
     return client
+
+
+def _deploy(client: Any, schema: ServeDeploySchema, configs: dict[str, BlockserveConfig], url: str) -> None:
+    """Raises ``CliError`` when an application fails to start; then none of them is left."""
+    from ray import serve
+
+    client.deploy_apps(schema, _blocking=False)
+    try:
+        _wait_until_ready(schema, configs, url)
+    except CliError:
+        for app in schema.applications:
+            serve.delete(app.name, _blocking=False)
+        raise
 
 
 def _wait_until_ready(schema: ServeDeploySchema, configs: dict[str, BlockserveConfig], url: str) -> None:

@@ -291,12 +291,8 @@ class VllmEngine:
         stats.num_decode_tokens += len(tokens)
         if output.finish_reason is not None:
             reason = _FINISH_REASONS.get(output.finish_reason.name)
-            if reason is None and live.request.sampling.grammar is not None:
-                return self._failed(
-                    live, InvalidRequestError("`grammar` cannot be followed any further", param="grammar")
-                )
             if reason is None:
-                return self._failed(live, StepFailedError("vLLM reports a fault in this request's step"))
+                return self._failed(live, _fault(live.request))
             result = live.output(tokens, finish_reason=reason)
             result.logprobs = _logprobs(live.request, output)
             return self._ended(live, result)
@@ -319,9 +315,9 @@ class VllmEngine:
         stop = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop |= set(self.info.eos_token_ids)
+        structured_outputs = self._structured_outputs(request, stop)
         if not self.info.is_diffusion:
             _refuse_for_vllm(sampling, num_given, len(stop))
-        structured_outputs = self._structured_outputs(request, stop)
         prompt = tokens_input([*request.prompt_token_ids, *request.resume_token_ids])
         common: dict[str, Any] = {
             "max_tokens": sampling.max_tokens - num_given,
@@ -368,10 +364,6 @@ class VllmEngine:
 
         if request.sampling.grammar is None:
             return None
-        if request.resume_token_ids:
-            raise UnsupportedParameterError(
-                "`resume_token_ids` are not supported together with a grammar", param="resume_token_ids"
-            )
         stop.add(self._llm.input_processor.get_tokenizer().eos_token_id)
         return StructuredOutputsParams(grammar=request.sampling.grammar)
 
@@ -442,12 +434,19 @@ def _refuse_for_vllm(sampling: SamplingParams, num_resumed: int, num_stop: int) 
             f"own among them, got {num_stop}",
             param="stop_token_ids",
         )
-    if num_resumed and (sampling.frequency_penalty or sampling.presence_penalty):
-        # To vLLM the resumed tokens are the prompt's, which these penalties do not count.
+    # To vLLM the resumed tokens are the prompt's, which neither grammars nor these penalties look at.
+    if num_resumed and (sampling.grammar or sampling.frequency_penalty or sampling.presence_penalty):
         raise UnsupportedParameterError(
-            "`resume_token_ids` are not supported together with a frequency or presence penalty",
+            "`resume_token_ids` are not supported together with a grammar, a frequency or a presence penalty",
             param="resume_token_ids",
         )
+
+
+def _fault(request: GenerationRequest) -> BlockserveError:
+    """Why vLLM ended a request with an error."""
+    if request.sampling.grammar is not None:
+        return InvalidRequestError("`grammar` cannot be followed any further", param="grammar")
+    return StepFailedError("vLLM reports a fault in this request's step")
 
 
 def generator_seed(seed: int) -> int:

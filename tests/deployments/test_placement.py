@@ -45,9 +45,8 @@ def test_vllm_puts_a_worker_on_the_gpu_of_every_bundle() -> None:
     tree["engine"]["backend"] = "vllm"
     config = _engine_deployment(ModelConfig.model_validate(tree), "m")._replica_config
     assert config.placement_group_bundles == [{"CPU": 2, "GPU": 1}] * 2
-    assert (
-        config.ray_actor_options["num_gpus"] == 0
-    )  # the replica's own would leave none for the first worker
+    # A GPU of the replica's own would leave none for the first worker.
+    assert config.ray_actor_options["num_gpus"] == 0
     assert config.ray_actor_options["num_cpus"] == 2
 
 

@@ -512,10 +512,9 @@ async def test_template_code_in_any_text_stays_text(text):
 
 @pytest.mark.parametrize("depth", [100, 250, 400, 600, 800, 900, 950, 2000])
 @pytest.mark.parametrize("escape", ["", r"\ud83d\ude00"])
-@pytest.mark.parametrize(
-    "padding", [0, 70_000]
-)  # the longer ones are parsed in a thread, whose stack is short
+@pytest.mark.parametrize("padding", [0, 70_000])
 async def test_deep_nesting_is_a_400_at_most(depth, escape, padding):
+    """Long bodies are parsed in a thread, whose stack is short."""
     chat = '"messages": [{"role": "user", "content": "x"}]'
     dispatcher = FakeDispatcher(says(ENTRY, "fine"))
     async with client_for(dispatcher=dispatcher) as client:

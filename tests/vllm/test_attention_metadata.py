@@ -78,7 +78,7 @@ def test_the_plugin_builds_what_the_transform_builds(monkeypatch, computed, quer
     expected = make_block_causal_virtual_batches(given, B)
     built = {}
     monkeypatch.setattr(state, "build_attn_metadata", lambda **arguments: built.update(arguments))
-    plugin = SimpleNamespace(block_length=B, device=torch.device("cpu"), max_model_len=1024)
+    plugin = SimpleNamespace(block_length=B, device=torch.device("cpu"))
     batch = SimpleNamespace(
         num_reqs=len(query),
         num_scheduled_tokens=np.array(query, dtype=np.int32),
@@ -96,3 +96,24 @@ def test_the_plugin_builds_what_the_transform_builds(monkeypatch, computed, quer
     assert (built["max_query_len"], built["max_seq_len"]) == (expected.max_query_len, expected.max_seq_len)
     assert built["block_tables"][0].tolist() == expected.block_table_tensor.tolist()
     assert built["num_tokens"] == expected.num_actual_tokens
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"), [(None, "PIECEWISE"), ("FULL_AND_PIECEWISE", "PIECEWISE"), ("NONE", "NONE")]
+)
+def test_no_graph_holds_attention(asked, used):
+    """A step's rows of attention are blocks, of which there may be more than a full graph has room for."""
+    from vllm.config import CUDAGraphMode
+
+    from replicas.vllm_engine.plugin.vllm_config import BlockDiffusionConfig
+
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(canvas_length=B), max_model_len=4 * B),
+        attention_config=SimpleNamespace(),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=B),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(block_size=B),
+        compilation_config=SimpleNamespace(cudagraph_mode=asked and CUDAGraphMode[asked]),
+    )
+    BlockDiffusionConfig.verify_and_update_config(config)
+    assert config.compilation_config.cudagraph_mode is CUDAGraphMode[used]

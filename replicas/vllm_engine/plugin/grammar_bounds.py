@@ -15,21 +15,26 @@ def bound_grammars() -> None:
     """Gives vLLM's matchers ``grammar_limits``, and makes an exhausted one refuse its token, for which vLLM ends the
     request with an error; safe to call again. Where the backend has changed, nothing happens."""
     try:
-        from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
+        from vllm.v1.structured_output.backend_guidance import (
+            GuidanceBackend,
+            GuidanceGrammar,
+            serialize_guidance_grammar,
+        )
     except ImportError:
         return
     backend: Any = GuidanceBackend
     if getattr(backend, "_blockserve_bounds", False):
         return
-    compile_grammar, accept_tokens = backend.compile_grammar, GuidanceGrammar.accept_tokens
+    accept_tokens = GuidanceGrammar.accept_tokens
 
-    def compile_bounded(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_bounded(self: Any, kind: Any, text: str, stop_token_ids: set[int] | None = None) -> Any:
         from llguidance import LLMatcher
 
-        grammar = compile_grammar(self, *args, **kwargs)
-        grammar.ll_matcher = LLMatcher(
-            self.ll_tokenizer, self.serialized_grammar, limits=grammar_limits(), log_level=1
+        text = serialize_guidance_grammar(
+            kind, text, self.disable_any_whitespace, self.disable_additional_properties
         )
+        matcher = LLMatcher(self.ll_tokenizer, text, limits=grammar_limits(), log_level=1)
+        grammar = GuidanceGrammar(matcher, self.ll_tokenizer, self.vocab_size)
         grammar.check_error()
         return grammar
 
