@@ -16,6 +16,7 @@ import httpx
 import pytest
 import yaml
 from local_ports import ROOT, free_port
+from ray.serve.schema import ServeDeploySchema
 
 from configs.schema import AutoscalingConfig, BlockserveConfig, IngressConfig, ModelConfig, ReplicaResources
 from deployments import cli
@@ -121,6 +122,26 @@ def test_every_replica_that_autoscaling_may_start_has_its_cpus() -> None:
     )
     config = BlockserveConfig(models=models, ingress=IngressConfig(num_replicas=2, num_cpus=0.5))
     assert cli.needed_cpus({"app": config}) == 5  # 3 + 0.25 + 1, rounded up
+
+
+def test_serve_that_runs_already_keeps_its_port(monkeypatch) -> None:
+    """`serve --address`: Serve ignores the options of whoever comes second."""
+    given: dict = {}
+
+    def serve_start(**options):
+        given.update(options)
+        return SimpleNamespace(http_config=SimpleNamespace(port=8000))
+
+    monkeypatch.setattr("ray.serve._private.api.serve_start", serve_start)
+    controller = {"runtime_env": {"env_vars": {"A": "b"}}}
+    tree = {"http_options": {"port": 8000}, "grpc_options": {"port": 9001}, "controller_options": controller}
+    schema = ServeDeploySchema.model_validate(tree | {"applications": []})
+    assert cli._start_serve(schema).http_config.port == 8000
+    assert given["grpc_options"]["port"] == 9001
+    assert given["controller_options"] == schema.controller_options is not None
+    other = schema.model_copy(update={"http_options": schema.http_options.model_copy(update={"port": 8001})})
+    with pytest.raises(cli.CliError, match=r"on port 8000: port 8001"):
+        cli._start_serve(other)
 
 
 def test_the_reason_of_a_failed_start_is_the_last_line_of_its_traceback() -> None:
